@@ -1,0 +1,1 @@
+"""Host side: pages, requests and plans in numpy; nothing here imports jax."""
