@@ -1,14 +1,15 @@
 """jaxkv: an LLM's KV cache stored once across a mesh instead of once on each device.
 
-    host (numpy)                               device (jnp, shard_map)
-    cache.open -> cache.plan -> step.plan  ->  scan_layers(block, x, params, pool, plan)
-    cache.commit  <------------ new pool  <--  written once, after the last layer
+host (numpy)                               device (jnp, shard_map)
+cache.open -> cache.plan -> step.plan  ->  scan_layers(block, x, params, pool, plan)
+cache.commit  <------------ new pool  <--  written once, after the last layer
 """
 
 from jaxkv.cache import KVCache
 from jaxkv.device.layers import (
     LayerKV,
     StagedRows,
+    embed_tokens,
     last_rows,
     loop_layers,
     plan_specs,
@@ -50,6 +51,7 @@ __all__ = [
     "StepPlan",
     "copy_pages",
     "create_pool",
+    "embed_tokens",
     "last_rows",
     "loop_layers",
     "plan_specs",

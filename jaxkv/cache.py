@@ -26,7 +26,7 @@ from jaxkv.host.allocator import PageAllocator
 from jaxkv.host.buckets import Buckets, StepShape, round_up
 from jaxkv.host.planner import Mode, Planner
 from jaxkv.host.request import Request, RequestTable
-from jaxkv.host.step import ScratchMap, Step
+from jaxkv.host.step import Step
 from jaxkv.plan import StepPlan
 from jaxkv.spec import CacheSpec
 
@@ -182,7 +182,9 @@ class KVCache:
         self._check_length(checked.size)
         return self._table.open(checked)
 
-    def append(self, request: Request, tokens: int | Sequence[int] | np.ndarray) -> None:
+    def append(
+        self, request: Request, tokens: int | Sequence[int] | np.ndarray
+    ) -> None:
         """Adds sampled or given tokens at a request's end; later steps compute them.
 
         Raises:
@@ -190,9 +192,7 @@ class KVCache:
           ClosedRequestError: the request is closed.
         """
         self._check_open(request)
-        if isinstance(tokens, int | np.integer) and not isinstance(tokens, bool):
-            tokens = [int(tokens)]
-        checked = self._checked_tokens(tokens)
+        checked = self._checked_tokens(np.atleast_1d(np.asarray(tokens)))
         self._check_length(request.num_tokens + checked.size)
         self._table.append(request, checked)
 
@@ -247,9 +247,11 @@ class KVCache:
         """
         self._check_fresh(step)
         if isinstance(result, StagedRows):
-            result = self._write_rows(self.pool, *result, step.plan)
-        self._check_pool(result)
-        self._replace_pool(result)
+            pool = self._write_rows(self.pool, *result, step.plan)
+        else:
+            pool = result
+        self._check_pool(pool)
+        self._replace_pool(pool)
         self._table.advance(step.requests, step.counts)
 
     def fork(self, request: Request, num_forks: int) -> list[Request] | None:

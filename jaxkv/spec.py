@@ -88,8 +88,8 @@ class CacheSpec:
         rows = self.num_layers * self.pages_per_shard * self.page_size
         if rows > MAX_ROWS:
             raise ValueError(
-                f"{rows=} a shard (num_layers * pages_per_shard * page_size) must be at "
-                f"most {MAX_ROWS}: rows are addressed by int32"
+                f"{rows=} a shard (num_layers * pages_per_shard * page_size) must be "
+                f"at most {MAX_ROWS}: rows are addressed by int32"
             )
         object.__setattr__(self, "dtype", _float_dtype(self.dtype))
 

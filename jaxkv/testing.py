@@ -1,9 +1,9 @@
 """Tools for testing a serving loop on a laptop: meshes, an oracle, poison, guards.
 
-    jaxkv.testing.simulate_devices(8)           # before jax's first use
-    mesh = jaxkv.testing.simulated_mesh(kv=8)
-    cache = KVCache(...); jaxkv.testing.poison(cache)
-    with jaxkv.testing.no_compilation(): ...     # a step that compiles fails the test
+jaxkv.testing.simulate_devices(8)           # before jax's first use
+mesh = jaxkv.testing.simulated_mesh(kv=8)
+cache = KVCache(...); jaxkv.testing.poison(cache)
+with jaxkv.testing.no_compilation(): ...     # a step that compiles fails the test
 """
 
 import contextlib
@@ -119,7 +119,7 @@ def count_compilations() -> Iterator[CompilationCount]:
     """Counts XLA compilations of any function inside the context."""
     count = CompilationCount()
 
-    def listen(event: str, duration: float, **kwargs) -> None:
+    def listen(event: str, duration_secs: float, **kwargs) -> None:
         if event == _COMPILE_EVENT:
             count.value += 1
 

@@ -87,7 +87,9 @@ def attend_assembled(
     )
     parts = []
     last_layer = pool_k.shape[0] - 1
-    for number in range(plan.num_rounds if gathered is not None else 0):
+    for number in range(plan.num_rounds):
+        if gathered is None:
+            break  # no sequence has a prefix yet
         if number + 1 < plan.num_rounds:
             send, send_layer = plan.send_pages[0, number + 1], layer
         else:
@@ -125,7 +127,7 @@ def attend_rows(
     k_end: jax.Array,
     options: AttentionOptions,
 ) -> tuple[jax.Array, jax.Array]:
-    """Attention to ranges of plain rows [K, Hk, D]: the rows are one sequence's pages."""
+    """Attention to ranges of rows [K, Hk, D], paged as one sequence."""
     page_size = min(_CHUNK_PAGE, k.shape[0])
     spare = -k.shape[0] % page_size
     k, v = (

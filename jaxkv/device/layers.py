@@ -191,7 +191,7 @@ def loop_layers(
     *,
     attention: str = "auto",
 ) -> tuple[jax.Array, KVPool]:
-    """Runs a list of unlike layers, `(x, kv) -> (x, kv)` each, as `scan_layers` does."""
+    """`scan_layers` for a list of unlike layers, `(x, kv) -> (x, kv)` each."""
     x, staged = stage_loop(blocks, x, pool, plan, attention=attention)
     return x, write_rows(pool, *staged, plan)
 
@@ -217,8 +217,8 @@ def stage_scan(
         x, gathered = carry
         layer_params, layer = layer_inputs
         kv = LayerKV(pool, plan, layer, gathered, backend=attention)
-        x, kv = _checked_block(block(x, layer_params, kv))
-        return (x, kv.gathered), kv.staged
+        x, gathered, staged = _checked_block(block(x, layer_params, kv))
+        return (x, gathered), staged
 
     x = _place_rows(x, pool, plan)
     layers = jnp.arange(num_layers, dtype=jnp.int32)
@@ -248,9 +248,8 @@ def stage_loop(
     staged = []
     for layer, block in enumerate(blocks):
         kv = LayerKV(pool, plan, jnp.int32(layer), gathered, backend=attention)
-        x, kv = _checked_block(block(x, kv))
-        gathered = kv.gathered
-        staged.append(kv.staged)
+        x, gathered, rows = _checked_block(block(x, kv))
+        staged.append(rows)
     return x, jax.tree.map(lambda *rows: jnp.stack(rows), *staged)
 
 
@@ -270,8 +269,24 @@ def first_gather(pool: KVPool, plan: StepPlan) -> PrefixPages | None:
         gather,
         group,
         (pool.partition_spec, pool.partition_spec, PartitionSpec(group.axis)),
-        PrefixPages(pages, pages),
+        pages,
     )(pool.k, pool.v, plan.send_pages)
+
+
+def embed_tokens(table: jax.Array, pool: KVPool, plan: StepPlan) -> jax.Array:
+    """Rows of an embedding table [V, E] for the step's tokens, [T, E], split as they are.
+
+    Plain indexing does the same under Auto axes; Explicit axes need the result's
+    sharding, which this gives. The table is taken whole on every shard.
+    """
+
+    def take(table, tokens):
+        return table.at[tokens].get(mode="clip")
+
+    token_spec = PartitionSpec(_token_axis(pool.group, plan))
+    return over_shards(take, pool.group, (PartitionSpec(), token_spec), token_spec)(
+        table, plan.tokens
+    )
 
 
 def last_rows(x: jax.Array, pool: KVPool, plan: StepPlan) -> jax.Array:
@@ -339,8 +354,8 @@ def _place_rows(x: jax.Array, pool: KVPool, plan: StepPlan) -> jax.Array:
     return lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
 
 
-def _checked_block(result: Any) -> tuple[jax.Array, LayerKV]:
+def _checked_block(result: Any) -> tuple[jax.Array, PrefixPages | None, StagedRows]:
     x, kv = result
     if not isinstance(kv, LayerKV) or kv.staged is None:
         raise ValueError("a block must call kv.attend once and return the kv it gave")
-    return x, kv
+    return x, kv.gathered, kv.staged

@@ -52,7 +52,9 @@ def create_pool(spec: CacheSpec, group: ShardGroup) -> KVPool:
     """
     for name in sorted(group.axes):
         if name not in group.mesh.axis_names:
-            raise ValueError(f"axis {name!r} is not in the mesh {group.mesh.axis_names}")
+            raise ValueError(
+                f"axis {name!r} is not in the mesh {group.mesh.axis_names}"
+            )
     if len(group.axes) == 1 and group.head_axis is not None:
         raise ValueError(
             f"head_axis={group.head_axis!r} must differ from axis={group.axis!r}"
@@ -74,9 +76,7 @@ def create_pool(spec: CacheSpec, group: ShardGroup) -> KVPool:
     return KVPool(k, v, spec, group)
 
 
-def write_rows(
-    pool: KVPool, k: jax.Array, v: jax.Array, plan: StepPlan
-) -> KVPool:
+def write_rows(pool: KVPool, k: jax.Array, v: jax.Array, plan: StepPlan) -> KVPool:
     """Writes a step's staged rows; donate the pool to the jitted caller.
 
     The only write that a step makes: on the flat row view, so that XLA updates the
@@ -97,7 +97,13 @@ def write_rows(
     k, v = over_shards(
         write,
         group,
-        (pool.partition_spec, pool.partition_spec, staged, staged, PartitionSpec(group.axis)),
+        (
+            pool.partition_spec,
+            pool.partition_spec,
+            staged,
+            staged,
+            PartitionSpec(group.axis),
+        ),
         (pool.partition_spec, pool.partition_spec),
     )(pool.k, pool.v, k, v, plan.write_rows)
     return dataclasses.replace(pool, k=k, v=v)
@@ -150,7 +156,7 @@ def from_logical(pages: jax.Array, num_shards: int) -> jax.Array:
 
 def _write_flat(pool: jax.Array, staged: jax.Array, rows: jax.Array) -> jax.Array:
     """Scatters [L, M, H, D] into one shard's [L, P, page_size, H, D] at rows i32[M]."""
-    num_layers, num_pages, page_size, *rest = pool.shape
+    _, num_pages, page_size, *rest = pool.shape
     return _scatter_layers(pool, staged, rows, (num_pages * page_size, *rest))
 
 

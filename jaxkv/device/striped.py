@@ -41,13 +41,14 @@ def attend_striped(
     )
     num_layers, num_pages, page_size, *_ = pool_k.shape
     geometry = {"num_shards": lax.axis_size(axis), "page_size": page_size}
-    flat = [
+    flat_k, flat_v = (
         part.reshape(num_layers * num_pages, *part.shape[2:])
         for part in (pool_k, pool_v)
-    ]
+    )
     prefix = attend_pages(
         q,
-        *flat,
+        flat_k,
+        flat_v,
         layer * num_pages + plan.page_table[0],
         rows.seq_ids,
         *ranges.local_prefix_range(plan, rows, shard, **geometry),

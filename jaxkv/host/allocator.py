@@ -66,7 +66,7 @@ class PageAllocator:
         return self.num_shards * int(self._num_free.min())
 
     def best_root(self) -> int:
-        """The owner on which a new chain starts: most free pages, ties to the lowest."""
+        """The owner a new chain starts on: most free pages, ties to the lowest."""
         return int(self._num_free.argmax())
 
     def holds(self, pages: np.ndarray) -> np.ndarray:
@@ -135,7 +135,7 @@ class PageAllocator:
         self._holds[pages] += 1
 
     def free(self, pages: np.ndarray) -> None:
-        """Drops one hold of each page; a page without holders is free, and first reused.
+        """Drops one hold of each page; one without holders is free, and first reused.
 
         Raises:
           ValueError: an id is out of range, reserved or given twice.

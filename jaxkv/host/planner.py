@@ -85,7 +85,9 @@ class Planner:
         num_sequences = round_up(slots.size, buckets.sequences)
         num_tokens = round_up(self._largest_block(slots, counts), self._block_sizes())
         prefix_pages = table.pages_needed(table.num_computed[slots])
-        width = round_up(-(-int(prefix_pages.max()) // num_shards), buckets.table_widths)
+        width = round_up(
+            -(-int(prefix_pages.max()) // num_shards), buckets.table_widths
+        )
         if num_sequences is None or num_tokens is None or width is None:
             return None
         padded = num_tokens * self.num_token_blocks
@@ -338,10 +340,12 @@ class Planner:
         return int(fixed + owned[:, empty].max(axis=0).sum())
 
     def _block_sizes(self) -> tuple[int, ...]:
-        return tuple(-(-tokens // self.num_token_blocks) for tokens in self.buckets.tokens)
+        return tuple(
+            -(-tokens // self.num_token_blocks) for tokens in self.buckets.tokens
+        )
 
     def _num_staged(self, shape: StepShape) -> int:
-        """Rows that a shard stages: the most that any batch of this shape makes it own."""
+        """Rows that a shard stages: the most that a batch of this shape has it own."""
         if shape.num_token_blocks > 1:
             return shape.num_tokens // shape.num_token_blocks
         table = self.table

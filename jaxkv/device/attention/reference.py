@@ -10,6 +10,8 @@ over blocks of pages:
 No array is larger than tiles x keys of one block: there is no [T, S] score matrix.
 """
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -31,21 +33,20 @@ def reference_attention(
     softcap: float | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """The contract of `attend_pages`, in float32."""
-    num_rows, num_heads, _ = q.shape
+    _, num_heads, _ = q.shape
     page_size, num_kv_heads, value_dim = v_pages.shape[1:]
     group = num_heads // num_kv_heads
-    rows, tile_seq = _tiles(seq_ids, page_table.shape[0])
-    # a padding slot of a tile reads row num_rows: a query of zeros, an empty range
-    queries = jnp.take(q, rows, axis=0, mode="fill", fill_value=0)
-    queries = queries.astype(jnp.float32) * scale
-    queries = queries.reshape(*rows.shape, num_kv_heads, group, -1)
-    per_score = (rows.shape[0], 1, 1, rows.shape[1], 1)
-    starts = jnp.take(k_start, rows, mode="fill", fill_value=0).reshape(per_score)
-    ends = jnp.take(k_end, rows, mode="fill", fill_value=0).reshape(per_score)
+    tiles = _make_tiles(seq_ids, page_table.shape[0])
+    queries = tiles.split(q).astype(jnp.float32) * scale
+    num_tiles, rows_per_tile = queries.shape[:2]
+    queries = queries.reshape(num_tiles, rows_per_tile, num_kv_heads, group, -1)
+    # a padding slot of a tile has an empty range
+    starts = tiles.split(k_start).reshape(num_tiles, 1, 1, rows_per_tile, 1)
+    ends = tiles.split(k_end).reshape(num_tiles, 1, 1, rows_per_tile, 1)
 
     pages_per_block = min(max(1, _KEYS_PER_BLOCK // page_size), page_table.shape[1])
     spare = -page_table.shape[1] % pages_per_block
-    table = jnp.pad(page_table, ((0, 0), (0, spare)))[tile_seq]
+    table = jnp.pad(page_table, ((0, 0), (0, spare)))[tiles.seq_ids]
     keys_per_block = pages_per_block * page_size
 
     def attend_block(block, state):
@@ -55,7 +56,7 @@ def reference_attention(
         )
         k, v = (
             part[pages]
-            .reshape(pages.shape[0], keys_per_block, num_kv_heads, -1)
+            .reshape(num_tiles, keys_per_block, num_kv_heads, -1)
             .astype(jnp.float32)
             for part in (k_pages, v_pages)
         )
@@ -82,7 +83,7 @@ def reference_attention(
             acc * decay[..., None] + added,
         )
 
-    head_rows = (rows.shape[0], num_kv_heads, group, rows.shape[1])
+    head_rows = (num_tiles, num_kv_heads, group, rows_per_tile)
     longest = jnp.max(jnp.where(k_end > k_start, k_end, 0), initial=0)
     largest, total, acc = lax.fori_loop(
         0,
@@ -96,20 +97,43 @@ def reference_attention(
     )
     out = acc / jnp.where(total > 0, total, 1.0)[..., None]
     lse = jnp.log(total) + jnp.where(jnp.isneginf(largest), 0.0, largest)
-    flat = rows.reshape(-1)
     out = out.transpose(0, 3, 1, 2, 4).reshape(-1, num_heads, value_dim)
     lse = lse.transpose(0, 3, 1, 2).reshape(-1, num_heads)
-    return (
-        jnp.zeros((num_rows, num_heads, value_dim)).at[flat].set(out, mode="drop"),
-        jnp.full((num_rows, num_heads), -jnp.inf).at[flat].set(lse, mode="drop"),
-    )
+    return tiles.join(out), tiles.join(lse)
 
 
-def _tiles(seq_ids: jax.Array, num_sequences: int) -> tuple[jax.Array, jax.Array]:
-    """Rows i32[tiles, rows_per_tile] (T for padding) and sequence i32[tiles]."""
+class _Tiles(NamedTuple):
+    """Rows grouped into tiles of one sequence each."""
+
+    seq_ids: jax.Array  # i32[tiles]
+    rows_per_tile: int
+    num_rows: int
+    rows: jax.Array | None  # i32[tiles * rows_per_tile], num_rows for padding
+    slots: jax.Array | None  # i32[num_rows], place of each row; None: in order
+
+    def split(self, values: jax.Array) -> jax.Array:
+        """[T, ...] as [tiles, rows_per_tile, ...], zeros in padding slots."""
+        if self.rows is None:
+            spare = self.seq_ids.shape[0] * self.rows_per_tile - self.num_rows
+            values = jnp.pad(values, ((0, spare), *[(0, 0)] * (values.ndim - 1)))
+        else:
+            values = values.at[self.rows].get(mode="fill", fill_value=0)
+        return values.reshape(-1, self.rows_per_tile, *values.shape[1:])
+
+    def join(self, values: jax.Array) -> jax.Array:
+        """[tiles * rows_per_tile, ...] as [T, ...]."""
+        return values[: self.num_rows] if self.slots is None else values[self.slots]
+
+
+def _make_tiles(seq_ids: jax.Array, num_sequences: int) -> _Tiles:
     num_rows = seq_ids.shape[0]
-    # one row a tile where sequences are as many as rows (decode): no padded rows
     rows_per_tile = min(_ROWS_PER_TILE, max(1, num_rows // num_sequences))
+    if rows_per_tile == 1:
+        return _Tiles(seq_ids, 1, num_rows, None, None)
+    if num_sequences == 1:
+        num_tiles = -(-num_rows // rows_per_tile)
+        seq_ids = jnp.zeros(num_tiles, jnp.int32)
+        return _Tiles(seq_ids, rows_per_tile, num_rows, None, None)
     num_tiles = min(num_rows, num_rows // rows_per_tile + num_sequences)
     order = jnp.argsort(seq_ids, stable=True).astype(jnp.int32)
     sorted_ids = seq_ids[order]
@@ -120,9 +144,8 @@ def _tiles(seq_ids: jax.Array, num_sequences: int) -> tuple[jax.Array, jax.Array
     within = jnp.arange(num_rows, dtype=jnp.int32) - first_row[sorted_ids]
     slot = first_tile[sorted_ids] * rows_per_tile + within
     rows = jnp.full(num_tiles * rows_per_tile, num_rows, jnp.int32).at[slot].set(order)
+    slots = jnp.zeros(num_rows, jnp.int32).at[order].set(slot)
     tile_seq = jnp.repeat(
-        jnp.arange(num_sequences, dtype=jnp.int32),
-        tiles,
-        total_repeat_length=num_tiles,
+        jnp.arange(num_sequences, dtype=jnp.int32), tiles, total_repeat_length=num_tiles
     )
-    return rows.reshape(num_tiles, rows_per_tile), tile_seq
+    return _Tiles(tile_seq, rows_per_tile, num_rows, rows, slots)
