@@ -13,7 +13,6 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.sharding import PartitionSpec
 
 from jaxkv.device.regions import ShardGroup, over_shards
@@ -187,11 +186,8 @@ def _scatter_layers(
     flat_index = jnp.where(
         index < size, layer * size + index, padding.reshape(num_layers, num_updates)
     )
-    unsigned = jnp.dtype(f"uint{8 * pool.dtype.itemsize}")
-    # XLA:CPU widens a bf16 scatter, and with it copies the pool: move bits instead
-    bits = lax.bitcast_convert_type(pool, unsigned).reshape(total, *rest)
-    update_bits = lax.bitcast_convert_type(update.astype(pool.dtype), unsigned)
-    bits = bits.at[flat_index.reshape(-1)].set(
-        update_bits.reshape(-1, *rest), mode="drop", unique_indices=True
+    flat = pool.reshape(total, *rest)
+    flat = flat.at[flat_index.reshape(-1)].set(
+        update.reshape(-1, *rest), mode="drop", unique_indices=True
     )
-    return lax.bitcast_convert_type(bits.reshape(pool.shape), pool.dtype)
+    return flat.reshape(pool.shape)

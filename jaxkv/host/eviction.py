@@ -1,11 +1,13 @@
 """Which cached leaf goes next: replaceable policies, and a queue that obeys them.
 
-    queue of N = 4 shards    |0|1|2|3|all|     one heap an owner, one for long leaves
-    leaf of pages on 2, 3        x x           queued for each owner it has pages of
-    leaf of >= N pages               x         helps every owner: queued once
+    short of pages on owners 1 and 2 of N = 4        tail
+    leaf A   owners 0 1 2 3 0 1 2                      2   gives 2 1, then stops at 0
+    leaf B   owners 3 0                                0   gives nothing yet
 
-Entries are never searched for: a leaf that is used again, grows or goes away gets
-another ticket, and its old entries are dropped when they come to the top.
+One heap an owner holds the leaves whose last page is that owner's: pages leave a chain
+from its end, so only tails of short owners help without evicting others' pages in vain
+(free pages of a single owner serve no chain). Entries are never searched for: a leaf
+that changes gets another ticket, and its old entry is dropped when it comes to the top.
 """
 
 import heapq
@@ -58,15 +60,35 @@ POLICIES: dict[str, Policy] = {"lru": lru, "lfu": lfu, "fifo": fifo}
 """The given policies by name."""
 
 
+def reach(pages: np.ndarray, short: np.ndarray) -> int:
+    """How many of a leaf's last pages to take.
+
+    As long as they are short owners' pages; where the last one is not, then all up to
+    the first that is, or all.
+
+    Args:
+      pages: logical pages of the leaf, int32[num_pages], owners cyclic.
+      short: pages that each owner still needs, integers [num_shards], not all 0.
+
+    >>> pages = np.array([8, 5, 6, 7, 12])  # owners 0 1 2 3 0 of 4
+    >>> [reach(pages, np.array(s)) for s in ([1, 0, 0, 0], [3, 0, 3, 9], [0, 0, 1, 0])]
+    [1, 3, 3]
+    """
+    num_shards = short.size
+    # an owner's pages come at its distance from the end and every num_shards after it
+    distance = (int(pages[-1]) - np.arange(num_shards)) % num_shards
+    needed = int((distance + short * num_shards).min())
+    if not needed:
+        needed = int(distance[short > 0].min()) + 1
+    return min(needed, pages.size)
+
+
 class EvictionQueue[L: Leaf]:
     """The leaves that may be evicted, lowest priority first."""
 
     def __init__(self, num_shards: int, policy: Policy):
-        self._num_shards = num_shards
         self._policy = policy
-        self._heaps: list[list[tuple[Any, int, L]]] = [
-            [] for _ in range(num_shards + 1)
-        ]
+        self._heaps: list[list[tuple[Any, int, L]]] = [[] for _ in range(num_shards)]
         self._num_queued = 0
         self._next_ticket = 0
 
@@ -80,18 +102,12 @@ class EvictionQueue[L: Leaf]:
         leaf.ticket = self._next_ticket
         self._next_ticket += 1
         self._num_queued += 1
-        entry = (self._policy(leaf), leaf.ticket, leaf)
-        if leaf.pages.size >= self._num_shards:
-            heaps = [self._heaps[-1]]
-        else:
-            owners = (leaf.pages % self._num_shards).tolist()
-            heaps = [self._heaps[owner] for owner in owners]
-        for heap in heaps:
-            heapq.heappush(heap, entry)
-            # dropped entries must not pile up where nothing is ever evicted
-            if len(heap) > 2 * self._num_queued + 64:
-                heap[:] = [kept for kept in heap if kept[2].ticket == kept[1]]
-                heapq.heapify(heap)
+        heap = self._heaps[int(leaf.pages[-1]) % len(self._heaps)]
+        heapq.heappush(heap, (self._policy(leaf), leaf.ticket, leaf))
+        # dropped entries must not pile up where nothing is ever evicted
+        if len(heap) > 2 * self._num_queued + 64:
+            heap[:] = [kept for kept in heap if kept[2].ticket == kept[1]]
+            heapq.heapify(heap)
 
     def discard(self, leaf: L) -> None:
         """Takes a leaf out of the queue, if it is there."""
@@ -100,14 +116,12 @@ class EvictionQueue[L: Leaf]:
             self._num_queued -= 1
 
     def pop(self, owners: Iterable[int]) -> L | None:
-        """Takes the next leaf: the lowest that has pages of one of `owners`.
+        """Takes the next leaf: the lowest of those that end on one of `owners`.
 
-        Where no leaf has, the lowest of all, because what it hides may; None where the
+        Where none does, the lowest of all, for what its last pages hide; None where the
         queue is empty.
         """
-        entry = self._lowest([*owners, self._num_shards])
-        if entry is None:
-            entry = self._lowest(range(self._num_shards))
+        entry = self._lowest(owners) or self._lowest(range(len(self._heaps)))
         if entry is None:
             return None
         self.discard(entry[2])

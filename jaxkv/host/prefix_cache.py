@@ -16,13 +16,11 @@ eviction: the tree returns pages, it never frees them.
 Every method is a pure function of the calls before it; no clock, no hash order.
 """
 
-import dataclasses
-from typing import NamedTuple
-
 import numpy as np
 
 from jaxkv import placement
 from jaxkv.errors import PageAccountingError
+from jaxkv.host.checks import check_chain, checked_ids
 from jaxkv.host.events import (
     CacheCleared,
     EventSink,
@@ -30,75 +28,10 @@ from jaxkv.host.events import (
     PagesStored,
     page_hashes,
 )
-from jaxkv.host.eviction import EvictionQueue, Policy, lru
+from jaxkv.host.eviction import EvictionQueue, Policy, lru, reach
+from jaxkv.host.handles import Insertion, Lease, Match, PrefixStats
 from jaxkv.host.namespace import DEFAULT_NAMESPACE, Namespace
 from jaxkv.host.radix_tree import Node, RadixTree, Walk
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Match:
-    """The longest cached prefix of a prompt. Made by `PrefixCache.match`.
-
-    Attributes:
-      pages: its logical pages in position order, int32[num_pages].
-      num_tokens: tokens that those pages hold.
-      num_asked: tokens of the prompt.
-    """
-
-    pages: np.ndarray
-    num_tokens: int
-    num_asked: int
-    _node: Node | None = dataclasses.field(repr=False)
-    _inside: int = dataclasses.field(repr=False)  # matched pages of the node's edge
-    _cache: "PrefixCache" = dataclasses.field(repr=False)
-    _version: int = dataclasses.field(repr=False)
-
-    @property
-    def num_pages(self) -> int:
-        """Pages of the prefix."""
-        return self.pages.size
-
-
-@dataclasses.dataclass(eq=False)
-class Lease:
-    """A hold on a chain's first pages, until released. Made by `PrefixCache.lease`.
-
-    Attributes:
-      num_pages: leased pages, from the chain's first; 0 is legal.
-      is_released: whether it was given back.
-    """
-
-    num_pages: int
-    _node: Node | None = dataclasses.field(repr=False)
-    _cache: "PrefixCache" = dataclasses.field(repr=False)
-    is_released: bool = False
-
-
-class Insertion(NamedTuple):
-    """What became of inserted pages.
-
-    The caller points its chain at `pages`, and then frees `surplus`: the pages whose
-    hold it has left over, because the tree has other pages with the same tokens, or the
-    same page already (from a fork).
-    """
-
-    pages: np.ndarray  # int32[num_pages] the chain to use from now on
-    adopted: np.ndarray  # int32[..] the caller's pages whose hold the tree took over
-    surplus: np.ndarray  # int32[..] the caller's pages whose hold it has to drop
-    declined: (
-        bool  # another rotation base: nothing changed, all pages stay the caller's
-    )
-
-
-class PrefixStats(NamedTuple):
-    """Counts since the cache was made, and its pages now."""
-
-    cached_pages: np.ndarray  # int32[num_shards]
-    protected_pages: np.ndarray  # int32[num_shards] those under a lease
-    asked_tokens: int  # of prompts that were leased
-    hit_tokens: int  # of those, tokens found in the cache
-    evicted_pages: int
-    declined_inserts: int
 
 
 class PrefixCache:
@@ -168,7 +101,8 @@ class PrefixCache:
         Raises:
           TypeError, ValueError: the tokens are no token ids in one axis.
         """
-        tokens = self._checked_tokens(tokens)
+        tokens = checked_ids(tokens, "tokens")
+        _check_namespace(namespace)
         limit = max(tokens.size - 1, 0) // self.page_size
         walk = self._tree.descend(tokens[: limit * self.page_size], namespace)
         num_tokens = walk.pages.size * self.page_size
@@ -255,13 +189,15 @@ class PrefixCache:
           PageAccountingError: a page is cached in another place, or given twice; or
             the lease was released. Nothing has changed.
         """
-        tokens = self._checked_tokens(tokens)
-        pages = self._checked_pages(pages)
+        tokens = checked_ids(tokens, "tokens")
+        pages = checked_ids(pages, "pages")
+        check_chain(pages, self.num_shards, self._is_cached.size)
         if tokens.size != pages.size * self.page_size:
             raise ValueError(
                 f"{tokens.size} tokens do not fill {pages.size} pages of "
                 f"{self.page_size}: insert whole pages only, each with all its tokens"
             )
+        _check_namespace(namespace)
         if lease is not None:
             self._check_lease(lease)
         walk = self._tree.descend(tokens, namespace)
@@ -289,11 +225,12 @@ class PrefixCache:
             self._protect(end, lease._node)
             lease._node, lease.num_pages = end, pages.size
         self._queue_if_evictable(end)
-        if adopted.size:
-            self._tell_stored(above, end)
-            self._join(above)
+        event = self._stored_event(above, end) if adopted.size else None
+        self._join(above)
         chain = np.concatenate([walk.pages, adopted])
         surplus = pages[num_leased:num_known]
+        if self._sink and event:
+            self._sink(event)
         return Insertion(chain, adopted, surplus, False)
 
     def evict(self, wanted: np.ndarray, free: np.ndarray) -> np.ndarray | None:
@@ -329,7 +266,7 @@ class PrefixCache:
         while short.any():
             leaf = self._queue.pop(np.flatnonzero(short).tolist())
             assert leaf is not None, f"{short=} pages are neither leased nor queued"
-            count = self._reach(leaf, short)
+            count = reach(leaf.pages, short)
             if self._sink:
                 hashes += leaf.hashes[: -count - 1 : -1]
             removed = self._trim(leaf, count)
@@ -448,19 +385,6 @@ class PrefixCache:
                 self._join(end)
         return removed
 
-    def _reach(self, leaf: Node, short: np.ndarray) -> int:
-        """How many of a leaf's last pages to take: all, if no short owner has any.
-
-        Counted from the end, an owner's pages come at its distance and every
-        `num_shards` after it; the last one needed of any short owner decides.
-        """
-        size = leaf.pages.size
-        distance = (int(leaf.pages[-1]) - self._shards) % self.num_shards
-        present = np.maximum(-(-(size - distance) // self.num_shards), 0)
-        needed = np.minimum(short, present)
-        reach = distance + (needed - 1) * self.num_shards + 1
-        return int(np.where(needed > 0, reach, 0).max()) or size
-
     def _protect(self, node: Node, above: Node | None) -> None:
         """Counts one lease on a node and all up to `above`, which has it already."""
         for step in node.path():
@@ -487,30 +411,6 @@ class PrefixCache:
         if lease.is_released:
             raise PageAccountingError(f"the lease was released before: {lease}")
 
-    def _checked_tokens(self, tokens: np.ndarray) -> np.ndarray:
-        return _checked_ids(tokens, "tokens")
-
-    def _checked_pages(self, pages: np.ndarray) -> np.ndarray:
-        pages = _checked_ids(pages, "pages")
-        outside = (pages < self.num_shards) | (pages >= self._is_cached.size)
-        if outside.any():
-            raise ValueError(
-                f"page {pages[outside][0]} is not a usable page of {self.num_shards}.."
-                f"{self._is_cached.size - 1} (lower ids are reserved)"
-            )
-        if pages.size:
-            index = np.arange(pages.size, dtype=np.int32)
-            wrong = (pages - pages[0] - index) % self.num_shards != 0
-            if wrong.any():
-                first = int(wrong.argmax())
-                raise ValueError(
-                    f"page {pages[first]} cannot be page {first} of a chain that "
-                    f"starts on page {pages[0]}: its owner is "
-                    f"{pages[first] % self.num_shards}, not "
-                    f"{(pages[0] + first) % self.num_shards}"
-                )
-        return pages
-
     def _check_adoptable(
         self, pages: np.ndarray, known: np.ndarray, num_leased: int
     ) -> None:
@@ -525,33 +425,19 @@ class PrefixCache:
         if values.size < pages.size - num_leased:
             raise ValueError(f"page {values[counts > 1][0]} is given twice to insert")
 
-    def _tell_stored(self, above: Node, child: Node) -> None:
-        """Emits the event of new pages, before they may join the edge above."""
-        if self._sink:
-            self._sink(
-                PagesStored(
-                    page_hashes=tuple(child.hashes),
-                    parent_hash=above.hashes[-1] if above.hashes else None,
-                    token_ids=tuple(child.tokens.tolist()),
-                    page_size=self.page_size,
-                    namespace=child.namespace,
-                )
-            )
+    def _stored_event(self, above: Node, child: Node) -> PagesStored | None:
+        """The event of new pages, made before they may join the edge above."""
+        if not self._sink:
+            return None
+        return PagesStored(
+            page_hashes=tuple(child.hashes),
+            parent_hash=above.hashes[-1] if above.hashes else None,
+            token_ids=tuple(child.tokens.tolist()),
+            page_size=self.page_size,
+            namespace=child.namespace,
+        )
 
 
-def _checked_ids(values: np.ndarray, name: str) -> np.ndarray:
-    """Integers in one axis, as int32."""
-    array = np.asarray(values)
-    if array.ndim != 1:
-        raise ValueError(f"{name} have shape {array.shape}, expected one axis")
-    if array.dtype == np.int32:
-        return array
-    if not array.size:
-        return np.zeros(0, np.int32)
-    if not np.issubdtype(array.dtype, np.integer):
-        raise TypeError(f"{name} must be integers, got {array.dtype}")
-    limits = np.iinfo(np.int32)
-    outside = (array < limits.min) | (array > limits.max)
-    if outside.any():
-        raise ValueError(f"{name} must be int32, got {array[outside][0]}")
-    return array.astype(np.int32)
+def _check_namespace(namespace: Namespace) -> None:
+    if not isinstance(namespace, Namespace):
+        raise TypeError(f"{namespace=} must be a Namespace")

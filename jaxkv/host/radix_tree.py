@@ -113,7 +113,7 @@ class RadixTree:
         return Walk(node, inside, np.concatenate(parts))
 
     def root(self, namespace: Namespace) -> Node:
-        """A namespace's root, made if needed; `trim` takes it away with its last page."""
+        """A namespace's root, made if needed; `trim` removes it with its last page."""
         if namespace not in self._roots:
             empty = np.zeros(0, np.int32)
             self._roots[namespace] = Node(None, namespace, empty, empty, -1, 0)
@@ -138,7 +138,7 @@ class RadixTree:
     def split(self, node: Node, num_pages: int) -> Node:
         """Cuts an edge after some pages; returns the new node that ends there.
 
-        The given node keeps the lower part, its children, and the leases that end at it.
+        The given node keeps the lower part, its children, and leases that end at it.
         """
         parent = node.parent
         assert parent is not None
