@@ -117,9 +117,10 @@ def make_mesh(num_devices: int, head_devices: int) -> Mesh:
     Raises:
       ValueError: the machine has fewer accelerators than asked for.
     """
-    # where jax is in use already, take the devices that there are
-    with contextlib.suppress(RuntimeError):
-        jax.config.update("jax_num_cpu_devices", num_devices)
+    if jax.config.jax_num_cpu_devices < num_devices:
+        # where jax is in use already, take the devices that there are
+        with contextlib.suppress(RuntimeError):
+            jax.config.update("jax_num_cpu_devices", num_devices)
     devices = jax.devices()
     if num_devices > len(devices):
         raise ValueError(
@@ -153,7 +154,10 @@ class Generator:
         self._step: Callable[..., Any] = step
 
     def generate(
-        self, prompts: list[list[int]], max_new_tokens: int, eos_ids: tuple[int, ...]
+        self,
+        prompts: list[list[int]],
+        max_new_tokens: int,
+        eos_ids: tuple[int, ...] = (),
     ) -> Iterator[tuple[int, int]]:
         """Greedy continuation of prompts as one batch: (prompt index, token) pairs.
 
@@ -197,15 +201,19 @@ class Generator:
         return batch
 
 
-def build(
-    args: argparse.Namespace,
-    checkpoint: weights.Checkpoint,
-    num_sequences: int,
-    num_tokens: int,
-) -> Generator:
-    """Makes a cache for so many sequences of so many tokens, and places the model."""
+def place_model(
+    checkpoint: weights.Checkpoint, mesh: Mesh, dtype: str = "float32"
+) -> Llama:
+    """The checkpoint's decoder on a kv x heads mesh."""
     config = LlamaConfig.from_dict(checkpoint.config)
-    mesh = make_mesh(args.devices, args.head_devices)
+    return Llama(config, checkpoint.tensors, mesh, "heads", jnp.dtype(dtype))
+
+
+def build(
+    args: argparse.Namespace, model: Llama, num_sequences: int, num_tokens: int
+) -> Generator:
+    """A generator whose cache holds so many sequences of so many tokens."""
+    config, mesh = model.config, model.mesh
     num_shards = mesh.shape["kv"]
     # each shard holds its share of every chain, rounded up to a page, and page 0
     pages_per_chain = -(-num_tokens // (num_shards * args.page_size))
@@ -225,7 +233,6 @@ def build(
         query_heads=config.num_attention_heads,
         vocab_size=config.vocab_size,
     )
-    model = Llama(config, checkpoint.tensors, mesh, "heads", jnp.dtype(args.dtype))
     return Generator(model, cache, chunk)
 
 
@@ -246,7 +253,9 @@ def run(args: argparse.Namespace) -> None:
             raise ValueError(f"{prompt=} has no tokens")
     batches = [prompt_ids] if args.batch else [[ids] for ids in prompt_ids]
     num_tokens = max(map(len, prompt_ids)) + args.max_new_tokens
-    generator = build(args, checkpoint, len(batches[0]), num_tokens)
+    mesh = make_mesh(args.devices, args.head_devices)
+    model = place_model(checkpoint, mesh, args.dtype)
+    generator = build(args, model, len(batches[0]), num_tokens)
     eos_ids = checkpoint.eos_ids if args.chat else ()
     first = 0
     for batch in batches:

@@ -151,9 +151,7 @@ class Replayer:
         insertion = cache.insert(
             tokens[: pages.size * cache.page_size], pages, lease=lease
         )
-        self.allocator.free(insertion.surplus)
-        if insertion.declined:
-            self.allocator.free(drawn)
+        self._free(drawn if insertion.declined else insertion.surplus)
         cache.release(lease)
 
     def draw(self, num_pages: int, chain: np.ndarray) -> np.ndarray:
@@ -172,10 +170,14 @@ class Replayer:
         wanted = placement.pages_per_owner(num_pages, first, shards, num_shards)
         evicted = self.cache.evict(wanted, free)
         assert evicted is not None
-        self.allocator.free(evicted)
+        self._free(evicted)
         drawn = self.allocator.allocate(num_pages, first)
         assert drawn is not None
         return drawn
+
+    def _free(self, pages: np.ndarray) -> None:
+        if pages.size:
+            self.allocator.free(pages)
 
 
 def replay(

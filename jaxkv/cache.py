@@ -74,7 +74,8 @@ class KVCache:
           max_sequences: sequences of one step.
           max_seq_len: tokens of one request; the pool's capacity where None.
           max_prefix_tokens: tokens that one gather may assemble (the scratch);
-            `max_seq_len` where None. Longer prefixes take several gathers a layer.
+            enough for any batch where None. A longer prefix takes several gathers a
+            layer, a batch with more is deferred or, in mode "auto", read striped.
           buckets: the static sizes; made from the bounds above where None.
           query_heads: query heads of the model, for the cost model of "auto"; 4 a KV
             head where None.
@@ -105,7 +106,8 @@ class KVCache:
         self.max_seq_len = max_seq_len or capacity
         rotation = num_shards * spec.page_size
         if max_prefix_tokens is None:
-            max_prefix_tokens = -(-self.max_seq_len // rotation) * rotation
+            longest = -(-self.max_seq_len // rotation) * rotation
+            max_prefix_tokens = min(capacity, max_sequences * longest)
         if buckets is None:
             buckets = Buckets.make(
                 num_shards=num_shards,

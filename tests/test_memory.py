@@ -1,7 +1,7 @@
 """Memory claims, from XLA's own buffer assignment: no timing, no sampling.
 
-    alias       the whole pool, so that a step never holds it twice
-    temporaries <= 2 scratch slots + the sent block + staged rows + activations
+alias       the whole pool, so that a step never holds it twice
+temporaries <= 2 scratch slots + the sent block + staged rows + activations
 """
 
 import pytest
@@ -31,9 +31,10 @@ def _bound(shape: StepShape, itemsize: int) -> int:
     else:
         staged = shape.num_tokens // N
     activations = shape.num_tokens * ACTIVATION_BYTES
-    # each tile of rows holds one block of keys and values, as read and in float32
+    # each tile holds one block of keys and values: as read, in float32, without bad
+    # values, and laid out for the product
     tiles = min(shape.num_tokens, shape.num_tokens // 32 + shape.num_sequences)
-    activations += tiles * 2 * KEYS * 2 * KV_HEADS * HEAD_DIM * 4
+    activations += tiles * 4 * KEYS * 2 * KV_HEADS * HEAD_DIM * 4
     return 2 * slot + sent + L * staged * row + activations
 
 

@@ -30,7 +30,10 @@ class TinyDecoder:
     @functools.cached_property
     def weights(self) -> dict[str, np.ndarray]:
         rng = np.random.default_rng(self.seed)
-        q_size, v_size = self.num_heads * self.head_dim, self.num_heads * self.v_head_dim
+        q_size, v_size = (
+            self.num_heads * self.head_dim,
+            self.num_heads * self.v_head_dim,
+        )
         shapes = {
             "q": (HIDDEN, q_size),
             "k": (HIDDEN, self.num_kv_heads * self.head_dim),
@@ -125,7 +128,12 @@ class Runner:
         self.cache = cache
         self.params = {k: jnp.asarray(v) for k, v in decoder.weights.items()}
         self.worst = 0.0
-        self._step = step or jax.jit(decoder.forward, donate_argnames="pool")
+        self._step = jax.jit(
+            step or decoder.forward,
+            donate_argnames="pool",
+            # tiny arrays: compiling them well costs more than running them
+            compiler_options={"xla_backend_optimization_level": 0},
+        )
 
     def run(self, batch) -> np.ndarray:
         """One step over (request, new tokens); returns its rows."""

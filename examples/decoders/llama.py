@@ -165,6 +165,7 @@ class Llama(nnx.Module):
         for name in ("mlp.gate_proj", "mlp.up_proj"):
             weights[name] = stack(name, *split_out)
         self.config = config
+        self.mesh = mesh
         self.embedding = nnx.Param(place(tensors["model.embed_tokens.weight"]))
         self.blocks = LlamaBlock(config, weights)
         self.norm = nnx.Param(place(tensors["model.norm.weight"]))

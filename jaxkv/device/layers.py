@@ -274,7 +274,7 @@ def first_gather(pool: KVPool, plan: StepPlan) -> PrefixPages | None:
 
 
 def embed_tokens(table: jax.Array, pool: KVPool, plan: StepPlan) -> jax.Array:
-    """Rows of an embedding table [V, E] for the step's tokens, [T, E], split as they are.
+    """Rows of an embedding table [V, E] for a step's tokens, [T, E], split as they are.
 
     Plain indexing does the same under Auto axes; Explicit axes need the result's
     sharding, which this gives. The table is taken whole on every shard.

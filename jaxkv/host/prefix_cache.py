@@ -18,7 +18,6 @@ Every method is a pure function of the calls before it; no clock, no hash order.
 
 import numpy as np
 
-from jaxkv import placement
 from jaxkv.errors import PageAccountingError
 from jaxkv.host.checks import check_chain, checked_ids
 from jaxkv.host.events import (
@@ -77,7 +76,9 @@ class PrefixCache:
         self._policy = policy
         self._sink = sink
         self._is_cached = np.zeros(num_shards * pages_per_shard, bool)
-        self._shards = np.arange(num_shards, dtype=np.int32)
+        # a run of n pages from owner f has (n + rounding[f, s]) // num_shards on s
+        shards = np.arange(num_shards, dtype=np.int32)
+        self._rounding = num_shards - 1 - (shards - shards[:, None]) % num_shards
         self._uses = 0
         self._version = 0
         self._asked_tokens = self._hit_tokens = 0
@@ -158,6 +159,7 @@ class PrefixCache:
             if not node.leases:
                 self._protected -= self._owners_of(node.pages)
                 self._queue_if_evictable(node)
+        self._join(lease._node)
 
     def insert(
         self,
@@ -221,11 +223,14 @@ class PrefixCache:
         end = above
         if adopted.size:
             end = self._extend(above, tokens[num_known * self.page_size :], adopted)
-        if lease is not None:
-            self._protect(end, lease._node)
-            lease._node, lease.num_pages = end, pages.size
         self._queue_if_evictable(end)
         event = self._stored_event(above, end) if adopted.size else None
+        if lease is not None:
+            left = lease._node
+            self._protect(end, left)
+            lease._node, lease.num_pages = end, pages.size
+            if left is not end:
+                self._join(left)
         self._join(above)
         chain = np.concatenate([walk.pages, adopted])
         surplus = pages[num_leased:num_known]
@@ -264,7 +269,7 @@ class PrefixCache:
         taken = [np.zeros(0, np.int32)]
         hashes: list[bytes] = []
         while short.any():
-            leaf = self._queue.pop(np.flatnonzero(short).tolist())
+            leaf = self._queue.pop(short)
             assert leaf is not None, f"{short=} pages are neither leased nor queued"
             count = reach(leaf.pages, short)
             if self._sink:
@@ -362,13 +367,14 @@ class PrefixCache:
         """Merges a node with its only child where nobody could tell them apart.
 
         So a prompt that is inserted chunk by chunk stays one edge, and an edge that was
-        split is whole again when the other branch is gone.
+        split is whole again when the other branch or the lease between is gone.
         """
         if node is None or node.parent is None or len(node.children) != 1:
             return
         (child,) = node.children.values()
         # equal counts: no lease ends at the node, so none has to be moved
         if node.leases == child.leases and self._policy(node) == self._policy(child):
+            self._version += 1
             self._tree.join(child)
             self._queue_if_evictable(child)
 
@@ -401,9 +407,8 @@ class PrefixCache:
 
     def _owners_of(self, pages: np.ndarray) -> np.ndarray:
         """How many pages of a cyclic run each owner has, int32[num_shards]."""
-        return placement.pages_per_owner(
-            pages.size, int(pages[0]) % self.num_shards, self._shards, self.num_shards
-        )
+        first = int(pages[0]) % self.num_shards
+        return (pages.size + self._rounding[first]) // self.num_shards
 
     def _check_lease(self, lease: Lease) -> None:
         if lease._cache is not self:
@@ -421,9 +426,12 @@ class PrefixCache:
             raise PageAccountingError(
                 f"page {pages[elsewhere][0]} is cached in another place of the tree"
             )
-        values, counts = np.unique(pages[num_leased:], return_counts=True)
-        if values.size < pages.size - num_leased:
-            raise ValueError(f"page {values[counts > 1][0]} is given twice to insert")
+        ordered = np.sort(pages[num_leased:])
+        repeated = ordered[1:] == ordered[:-1]
+        if repeated.any():
+            raise ValueError(
+                f"page {ordered[1:][repeated][0]} is given twice to insert"
+            )
 
     def _stored_event(self, above: Node, child: Node) -> PagesStored | None:
         """The event of new pages, made before they may join the edge above."""

@@ -134,6 +134,7 @@ class RadixTree:
         child.pages = np.concatenate([node.pages, child.pages])
         child.hashes = node.hashes + child.hashes
         self.attach(child)
+        node.parent, node.children = None, {}
 
     def split(self, node: Node, num_pages: int) -> Node:
         """Cuts an edge after some pages; returns the new node that ends there.

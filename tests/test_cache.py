@@ -1,0 +1,411 @@
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny_decoder import VOCAB, Runner, TinyDecoder
+
+import jaxkv
+from jaxkv import testing
+
+DECODER = TinyDecoder(num_layers=2)
+
+
+def _make_cache(num_shards=4, *, decoder=DECODER, pages_per_shard=20, **options):
+    options = {
+        "buckets": jaxkv.Buckets(
+            tokens=(4, 40), sequences=(4,), table_widths=(8,), blocks=(16,)
+        ),
+        "mode": "striped",
+        **options,
+    }
+    mesh = testing.simulated_mesh(kv=num_shards)
+    cache = jaxkv.KVCache(
+        decoder.spec(pages_per_shard=pages_per_shard), mesh, **options
+    )
+    testing.poison(cache)
+    return cache
+
+
+@pytest.fixture(scope="module")
+def forward():
+    """One jitted step for all caches of a geometry."""
+    return jax.jit(
+        DECODER.forward,
+        donate_argnames="pool",
+        compiler_options={"xla_backend_optimization_level": 0},
+    )
+
+
+def _make_params():
+    return {name: jnp.asarray(array) for name, array in DECODER.weights.items()}
+
+
+def _run(cache, forward, batch):
+    step = cache.plan(batch)
+    assert step is not None
+    rows, pool = forward(_make_params(), pool=cache.pool, plan=step.plan)
+    cache.commit(step, pool)
+    return np.asarray(rows)[: len(batch)]
+
+
+def test_200_decode_steps_of_growing_requests_compile_nothing_after_warm_up(forward):
+    buckets = jaxkv.Buckets(
+        tokens=(4, 40), sequences=(4,), table_widths=(4, 16), blocks=(16,)
+    )
+    cache = _make_cache(mode="auto", pages_per_shard=60, buckets=buckets)
+    params = _make_params()
+    for step in cache.warmup_steps():
+        _, pool = forward(params, pool=cache.pool, plan=step.plan)
+        cache.commit(step, pool)
+    requests = [cache.open(np.arange(length) % VOCAB) for length in (10, 7, 1)]
+    with testing.no_compilation():
+        step = cache.plan([(r, r.num_tokens) for r in requests])
+        for index in range(200):
+            assert step is not None
+            rows, pool = forward(params, pool=cache.pool, plan=step.plan)
+            cache.commit(step, pool)
+            for request in requests[: 1 + index % 3]:
+                cache.append(request, index % VOCAB)
+            step = cache.plan([(r, 1) for r in requests[: 1 + index % 3]])
+        np.asarray(rows)
+    want = DECODER.dense(requests[0].tokens[: requests[0].num_computed])[-1]
+    np.testing.assert_allclose(rows[0], want, atol=5e-5)
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 8])
+def test_a11_warm_up_covers_every_size_that_runs(page_size):
+    decoder = TinyDecoder(num_layers=1)
+    cache = jaxkv.KVCache(
+        decoder.spec(page_size=page_size, pages_per_shard=60),
+        testing.simulated_mesh(kv=2),
+        buckets=jaxkv.Buckets(
+            tokens=(3, 30),
+            sequences=(3,),
+            table_widths=tuple(sorted({1, -(-16 // (2 * page_size))})),
+            blocks=(1,),
+        ),
+        mode="striped",
+    )
+    forward = jax.jit(
+        decoder.forward,
+        donate_argnames="pool",
+        compiler_options={"xla_backend_optimization_level": 0},
+    )
+    params = {name: jnp.asarray(array) for name, array in decoder.weights.items()}
+    for step in cache.warmup_steps():
+        _, pool = forward(params, pool=cache.pool, plan=step.plan)
+        cache.commit(step, pool)
+    with testing.no_compilation():
+        for lengths in ((10, 7, 1), (10, 10, 10), (1,)):
+            requests = [cache.open([1] * length) for length in lengths]
+            batch = [(request, request.num_tokens) for request in requests]
+            for _ in range(3):
+                step = cache.plan(batch)
+                assert step is not None
+                _, pool = forward(params, pool=cache.pool, plan=step.plan)
+                cache.commit(step, pool)
+                for request in requests:
+                    cache.append(request, 2)
+                batch = [(request, 1) for request in requests]
+            for request in requests:
+                cache.close(request)
+
+
+def test_a12_only_the_pool_is_donated(forward):
+    cache = _make_cache()
+    params = _make_params()
+    request = cache.open([1, 2, 3])
+    step = cache.plan([(request, 3)])
+    assert step is not None
+    old = cache.pool
+    _, pool = forward(params, pool=old, plan=step.plan)
+    cache.commit(step, pool)
+    assert old.k.is_deleted()
+    assert old.v.is_deleted()
+    assert cache.pool is pool
+    for array in step.plan:
+        np.asarray(array)  # still readable
+    live = sum(
+        array.nbytes
+        for array in jax.live_arrays()
+        if array.shape == cache.pool.k.shape and not array.is_deleted()
+    )
+    assert live == cache.pool.k.nbytes + cache.pool.v.nbytes
+    # the same plan can run again: nothing in it was consumed
+    _, pool = forward(params, pool=cache.pool, plan=step.plan)
+    with pytest.raises(jaxkv.StalePlanError):
+        cache.commit(step, pool)
+
+
+def test_a_step_that_raises_leaves_pool_and_host_as_they_were(forward):
+    cache = _make_cache()
+    request = cache.open(np.arange(9))
+    _run(cache, forward, [(request, 4)])
+    step = cache.plan([(request, 5)])
+    assert step is not None
+    before = np.asarray(cache.pool.k)
+
+    @functools.partial(jax.jit, donate_argnames="pool")
+    def broken(params, pool, plan):
+        DECODER.forward(params, pool, plan)
+        raise RuntimeError("out of cheese")
+
+    with pytest.raises(RuntimeError, match="out of cheese"):
+        broken(_make_params(), pool=cache.pool, plan=step.plan)
+    np.testing.assert_array_equal(cache.pool.k, before)
+    assert request.num_computed == 4
+    rows, pool = forward(_make_params(), pool=cache.pool, plan=step.plan)
+    cache.commit(step, pool)
+    np.testing.assert_allclose(rows[0], DECODER.dense(np.arange(9))[-1], atol=5e-5)
+
+
+def test_a_step_that_fails_while_it_runs_keeps_a_pool_that_was_not_donated(forward):
+    # one device: a callback's failure on one of several leaves the others waiting
+    cache = _make_cache(1)
+    request = cache.open(np.arange(9))
+    step = cache.plan([(request, 9)])
+    assert step is not None
+    failing = [True]
+
+    def check(x):
+        if failing[0]:
+            raise RuntimeError("lost device")
+        return x
+
+    @jax.jit
+    def stage(params, pool, plan):
+        x = jaxkv.embed_tokens(params["embed"], pool, plan)
+        x = jax.pure_callback(check, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+        layers = {name: params[name] for name in "qkvo"}
+        x, staged = jaxkv.stage_scan(DECODER.block, x, layers, pool, plan)
+        return jaxkv.last_rows(x, pool, plan), staged
+
+    with pytest.raises(jax.errors.JaxRuntimeError, match="lost device"):
+        jax.block_until_ready(stage(_make_params(), cache.pool, step.plan))
+    failing[0] = False
+    rows, staged = stage(_make_params(), cache.pool, step.plan)
+    cache.commit(step, staged)
+    np.testing.assert_allclose(rows[0], DECODER.dense(np.arange(9))[-1], atol=5e-5)
+    cache.append(request, 7)
+    rows = _run(cache, forward, [(request, 1)])
+    np.testing.assert_allclose(rows[0], DECODER.dense(request.tokens)[-1], atol=5e-5)
+
+
+def test_a_donated_pool_that_never_came_back_is_named(forward):
+    cache = _make_cache()
+    step = cache.plan([(cache.open([1]), 1)])
+    assert step is not None
+    forward(_make_params(), pool=cache.pool, plan=step.plan)
+    with pytest.raises(jaxkv.StalePlanError, match="never committed"):
+        _ = cache.pool
+
+
+def test_forks_share_full_pages_and_copy_the_partial_one(forward):
+    cache = _make_cache()
+    runner = Runner(DECODER, cache, DECODER.forward)
+    request = cache.open(np.arange(10))
+    runner.run([(request, 10)])
+    held = sum(cache.pages_per_shard())
+    forks = cache.fork(request, 3)
+    assert forks is not None
+    assert sum(cache.pages_per_shard()) == held + 3
+    for fork in forks:
+        np.testing.assert_array_equal(fork.pages()[:2], request.pages()[:2])
+        assert fork.pages()[2] != request.pages()[2]
+        assert fork.pages()[2] % 4 == request.pages()[2] % 4
+        cache.append(fork, 3 + fork.id)
+    cache.close(request)
+    runner.run([(fork, 1) for fork in forks])
+    assert runner.worst < 5e-5
+    for fork in forks:
+        cache.close(fork)
+    assert cache.pages_per_shard() == [0] * 4
+
+
+def test_a_fork_without_room_changes_nothing(forward):
+    cache = _make_cache(pages_per_shard=3)
+    request = cache.open(np.arange(30))
+    _run(cache, forward, [(request, 30)])
+    assert cache.fork(request, 2) is None
+    assert cache.requests == (request,)
+    assert sum(cache.pages_per_shard()) == 8
+
+
+def test_no_room_is_none_and_changes_nothing(forward):
+    cache = _make_cache(pages_per_shard=3)
+    first = cache.open(np.arange(30))
+    second = cache.open(np.arange(5))
+    _run(cache, forward, [(first, 30)])
+    assert cache.plan([(second, 5)]) is None
+    assert second.num_pages == 0
+    cache.close(first)
+    _run(cache, forward, [(second, 5)])
+
+
+@pytest.mark.parametrize("mode", ["striped", "assembled", "auto"])
+def test_a_batch_over_the_steps_capacity_is_deferred(mode):
+    cache = _make_cache(mode=mode)
+    requests = [cache.open(np.arange(12) % VOCAB) for _ in range(5)]
+    assert cache.plan([(request, 12) for request in requests[:4]]) is None  # tokens
+    assert cache.plan([(request, 1) for request in requests]) is None  # sequences
+    assert all(request.num_pages == 0 for request in requests)
+
+
+def test_a_batch_whose_prefixes_exceed_the_scratch_is_deferred_or_striped(forward):
+    buckets = jaxkv.Buckets(
+        tokens=(4, 40), sequences=(4,), table_widths=(8,), blocks=(1,)
+    )
+    for mode in ("assembled", "auto"):
+        cache = _make_cache(mode=mode, buckets=buckets)
+        requests = [cache.open(np.arange(20) % VOCAB) for _ in range(2)]
+        for request in requests:
+            step = cache.plan([(request, 16)])
+            assert step is not None
+            cache.commit(step, cache.pool)
+        step = cache.plan([(request, 3) for request in requests])
+        assert (step is None) == (mode == "assembled")
+
+
+def test_auto_reads_by_its_cost_model():
+    cache = _make_cache(mode="auto", query_heads=4)
+    request = cache.open(np.arange(60) % VOCAB)
+    first = cache.plan([(request, 40)])
+    assert first is not None
+    assert first.mode == "assembled"
+    cache.commit(first, cache.pool)
+    few = cache.plan([(request, 2)])
+    assert few is not None
+    assert few.mode == "striped"
+    with pytest.raises(ValueError, match="no single scratch"):
+        few.translate(np.array([16]))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mode": "both"}, "mode='both' is not one of"),
+        ({"attention": "magic"}, "attention='magic' is not one of"),
+        ({"axis": "ring"}, "axis 'ring' is not in the mesh"),
+        ({"head_axis": "ring"}, "axis 'ring' is not in the mesh"),
+        ({"query_heads": 3}, "query_heads=3 is not a multiple of 2 KV heads"),
+        ({"max_seq_len": 10_000}, "max_seq_len=10000 tokens exceeds the pool's"),
+        ({"buckets": None, "max_tokens": 0}, "max_tokens=0 must be at least 1"),
+        (
+            {"buckets": None, "max_tokens": 4, "max_sequences": 5},
+            "max_tokens=4 must be at least max_sequences=5",
+        ),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        _make_cache(**options)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "error", "message"),
+    [
+        ([], ValueError, "at least one token"),
+        ([1.5], TypeError, "tokens must be integers, got float64"),
+        ([True], TypeError, "tokens must be integers, got bool"),
+        ([[1, 2]], ValueError, r"tokens have shape \(1, 2\)"),
+        ([1, -1], ValueError, "token -1 at index 1 is outside 0..49"),
+        ([50], ValueError, "token 50 at index 0 is outside 0..49"),
+        ([2**40], ValueError, "token 1099511627776 at index 0"),
+    ],
+)
+def test_bad_tokens_are_refused_at_open_and_append(tokens, error, message):
+    cache = _make_cache(vocab_size=VOCAB)
+    with pytest.raises(error, match=message):
+        cache.open(tokens)
+    assert cache.requests == ()
+    request = cache.open([1])
+    if tokens:
+        with pytest.raises(error, match=message):
+            cache.append(request, tokens)
+        assert request.num_tokens == 1
+
+
+def test_a_prompt_longer_than_capacity_is_refused_saying_what_fits():
+    cache = _make_cache(pages_per_shard=5, buckets=None)
+    # 4 shards x 4 usable pages x 4 tokens
+    with pytest.raises(jaxkv.CapacityError, match="exceeds the 64 tokens"):
+        cache.open([0] * 65)
+    request = cache.open([0] * 64)
+    with pytest.raises(jaxkv.CapacityError, match="num_tokens=65 exceeds the 64"):
+        cache.append(request, 1)
+    assert request.num_tokens == 64
+
+
+def test_closed_requests_are_refused(forward):
+    cache = _make_cache()
+    request = cache.open([1, 2])
+    step = cache.plan([(request, 2)])
+    assert step is not None
+    cache.close(request)
+    for use in (
+        lambda: cache.close(request),
+        lambda: cache.abort(request),
+        lambda: cache.append(request, 1),
+        lambda: cache.plan([(request, 1)]),
+        lambda: cache.fork(request, 1),
+        lambda: cache.commit(step, cache.pool),
+        lambda: request.tokens,
+        request.pages,
+    ):
+        with pytest.raises(jaxkv.ClosedRequestError, match="request 0 is closed"):
+            use()
+    assert repr(request) == "Request(id=0, closed)"
+
+
+def test_another_caches_request_is_refused():
+    request = _make_cache().open([1])
+    other = _make_cache()
+    other.open([1])
+    with pytest.raises(ValueError, match="request 0 belongs to another cache"):
+        other.close(request)
+
+
+def test_bad_batches_are_refused():
+    cache = _make_cache()
+    request = cache.open([1, 2])
+    with pytest.raises(ValueError, match="at least one request"):
+        cache.plan([])
+    for count in (0, -1, 3):
+        with pytest.raises(ValueError, match=f"cannot be extended by {count} tokens"):
+            cache.plan([(request, count)])
+    with pytest.raises(ValueError, match="in the batch twice"):
+        cache.plan([(request, 1), (request, 1)])
+    with pytest.raises(ValueError, match="num_forks=0"):
+        cache.fork(request, 0)
+    assert request.num_pages == 0
+
+
+def test_a_stale_plan_is_refused(forward):
+    cache = _make_cache()
+    first, second = cache.open([1, 2]), cache.open([3])
+    old = cache.plan([(first, 2)])
+    assert old is not None
+    _run(cache, forward, [(second, 1)])
+    with pytest.raises(jaxkv.StalePlanError, match="planned at version"):
+        cache.commit(old, cache.pool)
+    assert first.num_computed == 0
+
+
+def test_a_pool_from_another_spec_is_refused():
+    cache, other = _make_cache(), _make_cache(pages_per_shard=7)
+    step = cache.plan([(cache.open([1]), 1)])
+    assert step is not None
+    with pytest.raises(ValueError, match="the pool is of"):
+        cache.commit(step, other.pool)
+    with pytest.raises(TypeError, match="expected a KVPool"):
+        cache.commit(step, cache.pool.k)  # pyright: ignore[reportArgumentType]
+    cache.commit(step, cache.pool)
+
+
+def test_poison_refuses_a_cache_in_use():
+    cache = _make_cache()
+    cache.open([1])
+    with pytest.raises(ValueError, match="has 1 open requests"):
+        testing.poison(cache)
