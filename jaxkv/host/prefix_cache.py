@@ -186,10 +186,11 @@ class PrefixCache:
 
         Raises:
           ValueError: the tokens do not fill the pages exactly, the owners are not
-            cyclic, an id is out of range or reserved, or the lease is of another chain.
+            cyclic, an id is out of range, reserved or given twice, or the lease is of
+            another chain.
           TypeError: tokens or pages are not integers.
-          PageAccountingError: a page is cached in another place, or given twice; or
-            the lease was released. Nothing has changed.
+          PageAccountingError: a page is cached in another place, or the lease was
+            released. Nothing has changed.
         """
         tokens = checked_ids(tokens, "tokens")
         pages = checked_ids(pages, "pages")
@@ -234,15 +235,15 @@ class PrefixCache:
         self._join(above)
         chain = np.concatenate([walk.pages, adopted])
         surplus = pages[num_leased:num_known]
-        if self._sink and event:
+        if self._sink is not None and event is not None:
             self._sink(event)
         return Insertion(chain, adopted, surplus, False)
 
     def evict(self, wanted: np.ndarray, free: np.ndarray) -> np.ndarray | None:
         """Takes unleased pages out of the tree until every owner has enough.
 
-        Leaves go in the order of the policy, those with pages of a short owner first,
-        and a leaf loses no more of its end than short owners need.
+        Leaves go in the order of the policy, weighed against pages that would go in
+        vain (`jaxkv.host.eviction`), and lose no more of their ends than is needed.
 
         Args:
           wanted: pages that are to be free, integers [num_shards].
@@ -272,7 +273,7 @@ class PrefixCache:
             leaf = self._queue.pop(short)
             assert leaf is not None, f"{short=} pages are neither leased nor queued"
             count = reach(leaf.pages, short)
-            if self._sink:
+            if self._sink is not None:
                 hashes += leaf.hashes[: -count - 1 : -1]
             removed = self._trim(leaf, count)
             short = np.maximum(short - self._owners_of(removed[::-1]), 0)
@@ -280,7 +281,7 @@ class PrefixCache:
         evicted = np.concatenate(taken)
         self._is_cached[evicted] = False
         self._evicted_pages += evicted.size
-        if self._sink and hashes:
+        if self._sink is not None and evicted.size:
             self._sink(PagesRemoved(page_hashes=tuple(hashes)))
         return evicted
 
@@ -298,7 +299,7 @@ class PrefixCache:
         self._is_cached[:] = False
         self._reset()
         self._version += 1
-        if self._sink:
+        if self._sink is not None:
             self._sink(CacheCleared())
         return pages
 
@@ -345,7 +346,7 @@ class PrefixCache:
         child = Node(
             parent, parent.namespace, tokens.copy(), pages.copy(), base, self._uses
         )
-        if self._sink:
+        if self._sink is not None:
             root_hash = parent.namespace.digest
             before = parent.hashes[-1] if parent.hashes else root_hash()
             child.hashes = page_hashes(tokens, self.page_size, before)
@@ -435,7 +436,7 @@ class PrefixCache:
 
     def _stored_event(self, above: Node, child: Node) -> PagesStored | None:
         """The event of new pages, made before they may join the edge above."""
-        if not self._sink:
+        if self._sink is None:
             return None
         return PagesStored(
             page_hashes=tuple(child.hashes),
