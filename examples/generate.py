@@ -164,7 +164,7 @@ class Generator:
         Ends at `max_new_tokens` or after one of `eos_ids`. Afterwards `pages_held` has
         the pages a shard of each request.
         """
-        requests = [self.cache.open(prompt) for prompt in prompts]
+        requests = [self._open(prompt) for prompt in prompts]
         running = dict(enumerate(requests))
         budget = dict.fromkeys(running, max_new_tokens)
         while running:
@@ -189,6 +189,12 @@ class Generator:
             owners = request.pages() % self.cache.num_shards
             self.pages_held.append((owners[:, None] == shards).sum(axis=0).tolist())
             self.cache.close(request)
+
+    def _open(self, prompt: list[int]) -> jaxkv.Request:
+        request = self.cache.open(prompt)
+        if request is None:
+            raise RuntimeError(f"the cache has no room for {len(prompt)} tokens")
+        return request
 
     def _next_batch(self, running: dict[int, jaxkv.Request]) -> list[tuple[int, int]]:
         """Shares the step's tokens: every request gets one, prompts get the rest."""

@@ -194,7 +194,7 @@ def replay(
     Args:
       requests: block ids of each request, integers [num_blocks].
       num_shards: shards of the group.
-      pages_per_shard: usable pages a shard; as many as all requests ask where None.
+      pages_per_shard: usable pages a shard; None for as many as are ever asked.
       page_size: tokens a page; divides 512.
       policy: a name of `jaxkv.host.eviction.POLICIES`.
       progress: a bar that advances by one a request.
@@ -206,7 +206,8 @@ def replay(
         raise ValueError(f"{page_size=} must divide the trace's {BLOCK_SIZE} tokens")
     num_pages = sum(ids.size for ids in requests) * (BLOCK_SIZE // page_size)
     if pages_per_shard is None:
-        pages_per_shard = max(1, -(-num_pages // num_shards))
+        # each request may take one page more of an owner than its share
+        pages_per_shard = num_pages // num_shards + len(requests) + 1
     replayer = Replayer(num_shards, pages_per_shard, page_size, policy)
     start = time.perf_counter()
     for block_ids in requests:

@@ -27,6 +27,8 @@ from jaxkv.errors import (
     StalePlanError,
 )
 from jaxkv.host.buckets import Buckets
+from jaxkv.host.chains import CacheStats
+from jaxkv.host.namespace import Namespace
 from jaxkv.host.request import Request
 from jaxkv.host.step import Step
 from jaxkv.plan import StepPlan
@@ -36,12 +38,14 @@ __all__ = [
     "GQA",
     "Buckets",
     "CacheSpec",
+    "CacheStats",
     "CapacityError",
     "ClosedRequestError",
     "JaxkvError",
     "KVCache",
     "KVPool",
     "LayerKV",
+    "Namespace",
     "PageAccountingError",
     "Request",
     "ShardGroup",

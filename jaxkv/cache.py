@@ -1,7 +1,7 @@
 """The composition: one mutable object that holds the pool and the host side.
 
-    request = cache.open(tokens)
-    step = cache.plan([(request, 128)])          None: no room now, or too large a batch
+    request = cache.open(tokens)                 None: no room now
+    step = cache.plan([(request, 128)])          None: the same, or too large a batch
     out, pool = forward(params, cache.pool, step.plan)         the caller's jitted step
     cache.commit(step, pool)
     cache.append(request, token)
@@ -22,10 +22,13 @@ from jaxkv.device.layers import StagedRows, plan_specs
 from jaxkv.device.pool import KVPool, copy_pages, create_pool, write_rows
 from jaxkv.device.regions import ShardGroup
 from jaxkv.errors import CapacityError, ClosedRequestError, StalePlanError
-from jaxkv.host.allocator import PageAllocator
 from jaxkv.host.buckets import Buckets, StepShape, round_up
+from jaxkv.host.chains import CacheStats, Chains
+from jaxkv.host.events import EventSink
+from jaxkv.host.eviction import Policy, lru
+from jaxkv.host.namespace import DEFAULT_NAMESPACE, Namespace
 from jaxkv.host.planner import Mode, Planner
-from jaxkv.host.request import Request, RequestTable
+from jaxkv.host.request import Request
 from jaxkv.host.step import Step
 from jaxkv.plan import StepPlan
 from jaxkv.spec import CacheSpec
@@ -58,6 +61,10 @@ class KVCache:
         query_heads: int | None = None,
         vocab_size: int | None = None,
         attention: str = "auto",
+        keep_prefixes: bool = True,
+        reserve_pages: int = 0,
+        policy: Policy = lru,
+        event_sink: EventSink | None = None,
     ):
         """Makes the pool on its devices.
 
@@ -81,6 +88,10 @@ class KVCache:
             head where None.
           vocab_size: where given, token ids are checked against it.
           attention: name of the attention backend.
+          keep_prefixes: whether computed pages stay for requests to come.
+          reserve_pages: pages beyond its prompt that admission keeps for each request.
+          policy: what the prefix cache evicts first (`jaxkv.host.eviction`).
+          event_sink: called with each KV event (`jaxkv.host.events`).
 
         Raises:
           ValueError: a size, axis or name cannot be served; the message says which.
@@ -119,8 +130,16 @@ class KVCache:
             )
         self.buckets = buckets
         self.max_seq_len = min(self.max_seq_len, buckets.table_widths[-1] * rotation)
-        self._allocator = PageAllocator(num_shards, spec.pages_per_shard)
-        self._table = RequestTable(num_shards, spec.page_size)
+        self._chains = Chains(
+            num_shards,
+            spec.pages_per_shard,
+            spec.page_size,
+            reserve_pages=reserve_pages,
+            keep_prefixes=keep_prefixes,
+            policy=policy,
+            sink=event_sink,
+        )
+        self._table = self._chains.table
         self._planner = Planner(
             table=self._table,
             buckets=buckets,
@@ -160,19 +179,29 @@ class KVCache:
         return tuple(self._table.requests.values())
 
     def available_pages(self) -> int:
-        """Logical pages that any chain can still draw (the min-class floor)."""
-        return self._allocator.available_pages()
+        """Logical pages that any chain can still draw, by evicting if need be."""
+        return self._chains.available_pages()
 
     def pages_per_shard(self) -> list[int]:
         """Pages that each shard holds for open requests."""
-        free = self._allocator.free_per_owner()
-        return (self.spec.usable_pages - free).tolist()
+        stats = self._chains.stats()
+        return (stats.private_pages + stats.protected_pages).tolist()
 
-    def open(self, tokens: Sequence[int] | np.ndarray) -> Request:
-        """Starts a request over a prompt.
+    def open(
+        self,
+        tokens: Sequence[int] | np.ndarray,
+        namespace: Namespace = DEFAULT_NAMESPACE,
+    ) -> Request | None:
+        """Starts a request over a prompt; what is cached of it counts as computed.
 
         Args:
-          tokens: the prompt's token ids; at least one.
+          tokens: the prompt's token ids; at least one. The last is never taken from
+            the cache: its logits have to be computed.
+          namespace: whose prefixes it may read and add to (tenant, adapter, images).
+
+        Returns:
+          The request; None where the pool has no room for it now: wait for another to
+          end, or preempt one.
 
         Raises:
           CapacityError: the prompt could not fit even into an empty cache.
@@ -182,7 +211,7 @@ class KVCache:
         if not checked.size:
             raise ValueError("a request needs at least one token")
         self._check_length(checked.size)
-        return self._table.open(checked)
+        return self._chains.open(checked, namespace)
 
     def append(
         self, request: Request, tokens: int | Sequence[int] | np.ndarray
@@ -219,19 +248,23 @@ class KVCache:
         requests = tuple(request for request, _ in batch)
         if not requests:
             raise ValueError("a step needs at least one request")
-        for request, count in batch:
-            self._check_open(request)
-            if not 1 <= count <= request.num_uncomputed:
-                raise ValueError(
-                    f"request {request.id} cannot be extended by {count} tokens: it "
-                    f"has {request.num_uncomputed} that are not computed"
-                )
-        if len({request.id for request in requests}) < len(requests):
-            raise ValueError("a request is in the batch twice")
+        for request in requests:
+            self._check_running(request)
         counts = np.array([count for _, count in batch], np.int32)
         slots = np.array([request.slot for request in requests], np.int32)
+        computed = self._table.num_computed[slots]
+        uncomputed = self._table.num_tokens[slots] - computed
+        wrong = (counts < 1) | (counts > uncomputed)
+        if wrong.any():
+            index = int(wrong.argmax())
+            raise ValueError(
+                f"request {requests[index].id} cannot be extended by {counts[index]} "
+                f"tokens: it has {uncomputed[index]} that are not computed"
+            )
+        if np.unique(slots).size < slots.size:
+            raise ValueError("a request is in the batch twice")
         shape = self._planner.shape(slots, counts)
-        if shape is None or not self._draw_pages(requests, slots, counts):
+        if shape is None or not self._chains.draw(requests, computed + counts):
             return None
         return self._step(requests, counts, shape)
 
@@ -254,7 +287,7 @@ class KVCache:
             pool = result
         self._check_pool(pool)
         self._replace_pool(pool)
-        self._table.advance(step.requests, step.counts)
+        self._chains.advance(step.requests, step.counts)
 
     def fork(self, request: Request, num_forks: int) -> list[Request] | None:
         """Starts continuations of a request that share its full pages.
@@ -273,44 +306,72 @@ class KVCache:
           ValueError: `num_forks` is less than 1.
           ClosedRequestError: the request is closed.
         """
-        self._check_open(request)
+        self._check_running(request)
         if num_forks < 1:
             raise ValueError(f"{num_forks=} must be at least 1")
-        full = request.num_computed // self.spec.page_size
-        partial = request.num_computed % self.spec.page_size > 0
-        chain = request.pages()
-        copies = self._allocator.allocate_batch(
-            [(int(partial), int(chain[full]) % self.num_shards if partial else 0)]
-            * num_forks
-        )
-        if copies is None:
+        fork = self._chains.fork(request, num_forks)
+        if fork is None:
             return None
-        forks = []
-        for copied in copies:
-            fork = self._table.open(request.tokens.copy())
-            self._allocator.share(chain[:full])
-            self._table.extend_chain(fork, np.concatenate([chain[:full], copied]))
-            self._table.advance([fork], np.array([request.num_computed]))
-            forks.append(fork)
-        if partial:
-            self._copy(np.repeat(chain[full], num_forks), np.concatenate(copies))
-        return forks
+        if fork.src_pages.size:
+            self._copy(fork.src_pages, fork.dst_pages)
+        return fork.requests
+
+    def preempt(self, request: Request) -> None:
+        """Drops a request's pages and keeps its tokens; `resume` brings it back.
+
+        Its whole computed pages stay in the prefix cache until they are evicted.
+
+        Raises:
+          ClosedRequestError: the request is closed.
+          ValueError: it is preempted already.
+        """
+        self._check_running(request)
+        self._chains.preempt(request)
+        self._version += 1
+
+    def resume(self, request: Request) -> bool:
+        """Brings a preempted request back, with what is cached of it.
+
+        Returns:
+          False where there is no room for it now; it stays preempted.
+
+        Raises:
+          ClosedRequestError: the request is closed.
+          ValueError: it is not preempted.
+        """
+        self._check_open(request)
+        if not request.is_preempted:
+            raise ValueError(f"request {request.id} is not preempted")
+        return self._chains.resume(request)
 
     def close(self, request: Request) -> None:
         """Ends a request and gives its pages back.
+
+        Whole pages of which every slot was computed stay in the prefix cache.
 
         Raises:
           ClosedRequestError: it is closed already.
         """
         self._check_open(request)
-        self._allocator.free(request.pages())
-        self._table.close(request)
+        self._chains.close(request)
         # a step that still names the request must not be committed
         self._version += 1
 
     def abort(self, request: Request) -> None:
-        """Ends a request at any point, computed or not; the same as `close` for now."""
+        """Ends a request at any point; what it computed is kept as `close` keeps it."""
         self.close(request)
+
+    def clear(self) -> None:
+        """Empties the prefix cache.
+
+        Raises:
+          PageAccountingError: open requests lease pages of it; nothing has changed.
+        """
+        self._chains.clear()
+
+    def stats(self) -> CacheStats:
+        """Pages by state and owner, and counts since the cache was made."""
+        return self._chains.stats()
 
     def warmup_steps(self) -> Iterator[Step]:
         """One empty step of every declared shape: run each to compile them all.
@@ -325,25 +386,6 @@ class KVCache:
             assembled=mode != "striped",
         ):
             yield self._step((), np.zeros(0, np.int32), shape)
-
-    def _draw_pages(
-        self, requests: Sequence[Request], slots: np.ndarray, counts: np.ndarray
-    ) -> bool:
-        table = self._table
-        needed = table.pages_needed(table.num_computed[slots] + counts)
-        missing = np.maximum(needed - table.num_pages[slots], 0)
-        if not missing.any():
-            return True
-        draws = []
-        for request, num_pages in zip(requests, missing.tolist(), strict=True):
-            owner = (request.base + request.num_pages) % self.num_shards
-            draws.append((num_pages, owner if request.num_pages else None))
-        drawn = self._allocator.allocate_batch(draws)
-        if drawn is None:
-            return False
-        for request, pages in zip(requests, drawn, strict=True):
-            table.extend_chain(request, pages)
-        return True
 
     def _step(
         self, requests: tuple[Request, ...], counts: np.ndarray, shape: StepShape
@@ -404,8 +446,13 @@ class KVCache:
     def _check_open(self, request: Request) -> None:
         if request.is_closed:
             raise ClosedRequestError(f"request {request.id} is closed")
-        if self._table.requests.get(request.id) is not request:
+        if request._table is not self._table:
             raise ValueError(f"request {request.id} belongs to another cache")
+
+    def _check_running(self, request: Request) -> None:
+        self._check_open(request)
+        if request.lease is None:
+            raise ValueError(f"request {request.id} is preempted: resume it first")
 
     def _check_length(self, num_tokens: int) -> None:
         if num_tokens > self.max_seq_len:

@@ -118,7 +118,7 @@ class Loop:
         self.requests.remove(request)
 
     def fork(self, request: LoopRequest) -> LoopRequest:
-        """A continuation that shares the full pages; leased ones under its own lease."""
+        """A continuation that shares the full pages, the leased ones by a lease."""
         full = request.num_computed // self.page_size
         num_leased = request.lease.num_pages
         tokens = np.array([*request.tokens[: num_leased * self.page_size], 0])

@@ -13,6 +13,7 @@ from tiny_decoder import VOCAB, Runner, TinyDecoder
 
 import jaxkv
 from jaxkv import testing
+from jaxkv.device.layers import first_gather
 
 HEADS = {"9/3": (9, 3), "32/8": (32, 8), "4/4": (4, 4)}
 MODES = ("assembled", "striped")
@@ -345,7 +346,7 @@ def test_scratch_rows_are_where_translate_says():
         cache.commit(step, cache.pool)
     step = cache.plan([(request, 5) for request in requests])
     assert step is not None
-    gathered = jax.jit(jaxkv.device.layers.first_gather)(cache.pool, step.plan)
+    gathered = jax.jit(first_gather)(cache.pool, step.plan)
     assert gathered is not None
     scratch = np.asarray(gathered.k)[..., 0, 0].reshape(-1)
     for request in requests:

@@ -1,9 +1,13 @@
 """What callers hand in, checked before anything changes."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
+type Ids = Sequence[int] | np.ndarray
 
-def checked_ids(values: np.ndarray, name: str) -> np.ndarray:
+
+def checked_ids(values: Ids, name: str) -> np.ndarray:
     """Integers in one axis, as int32.
 
     Raises:

@@ -19,7 +19,7 @@ Every method is a pure function of the calls before it; no clock, no hash order.
 import numpy as np
 
 from jaxkv.errors import PageAccountingError
-from jaxkv.host.checks import check_chain, checked_ids
+from jaxkv.host.checks import Ids, check_chain, checked_ids
 from jaxkv.host.events import (
     CacheCleared,
     EventSink,
@@ -85,9 +85,7 @@ class PrefixCache:
         self._evicted_pages = self._declined_inserts = 0
         self._reset()
 
-    def match(
-        self, tokens: np.ndarray, namespace: Namespace = DEFAULT_NAMESPACE
-    ) -> Match:
+    def match(self, tokens: Ids, namespace: Namespace = DEFAULT_NAMESPACE) -> Match:
         """Finds the longest cached prefix; changes nothing, not even what is recent.
 
         Whole pages only, and never the whole prompt: its last token has to be computed.
@@ -163,8 +161,8 @@ class PrefixCache:
 
     def insert(
         self,
-        tokens: np.ndarray,
-        pages: np.ndarray,
+        tokens: Ids,
+        pages: Ids,
         namespace: Namespace = DEFAULT_NAMESPACE,
         lease: Lease | None = None,
     ) -> Insertion:
@@ -206,17 +204,16 @@ class PrefixCache:
         walk = self._tree.descend(tokens, namespace)
         num_known = walk.pages.size
         num_leased = lease.num_pages if lease is not None else 0
-        if num_leased and not np.array_equal(
-            pages[:num_leased], walk.pages[:num_leased]
-        ):
+        leased = walk.pages[:num_leased]
+        if leased.size < num_leased or (pages[:num_leased] != leased).any():
             raise ValueError(
                 f"the lease holds {num_leased} pages of another chain than the "
                 f"{pages.size} inserted"
             )
+        self._check_adoptable(pages, walk.pages, num_leased)
         if num_known and walk.pages[0] % self.num_shards != pages[0] % self.num_shards:
             self._declined_inserts += 1
             return Insertion(pages, pages[:0], pages[:0], True)
-        self._check_adoptable(pages, walk.pages, num_leased)
         if not pages.size:
             return Insertion(pages, pages, pages, False)
         adopted = pages[num_known:]
@@ -307,9 +304,21 @@ class PrefixCache:
         """All cached pages, int32, ascending."""
         return np.flatnonzero(self._is_cached).astype(np.int32)
 
-    def evictable_per_owner(self) -> np.ndarray:
-        """Cached pages without a lease, int32[num_shards]."""
-        return self._cached - self._protected
+    def evictable_per_owner(self, without: Match | None = None) -> np.ndarray:
+        """Cached pages without a lease, int32[num_shards].
+
+        Args:
+          without: a fresh match whose pages do not count, as if it were leased.
+        """
+        evictable = self._cached - self._protected
+        if without is None or without._node is None:
+            return evictable
+        inside = without._inside
+        for node in without._node.path():
+            if not node.leases:
+                evictable -= self._owners_of(node.pages[:inside])
+            inside = None
+        return evictable
 
     def stats(self) -> PrefixStats:
         """Counts for whoever watches."""

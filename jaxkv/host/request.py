@@ -17,6 +17,8 @@ import numpy as np
 
 from jaxkv import placement
 from jaxkv.errors import ClosedRequestError
+from jaxkv.host.handles import Lease
+from jaxkv.host.namespace import DEFAULT_NAMESPACE, Namespace
 
 
 class Request:
@@ -25,11 +27,25 @@ class Request:
     Attributes:
       id: a number no other request of the cache has.
       slot: its row in the request table; -1 once closed.
+      namespace: where the prefix cache keeps its pages.
+      lease: its hold on cached pages; None while it is preempted.
+      is_declined: its chain has another rotation base than the cached one it would
+        join, so that its pages stay its own.
     """
 
-    def __init__(self, id: int, slot: int, table: "RequestTable", tokens: np.ndarray):
+    def __init__(
+        self,
+        id: int,
+        slot: int,
+        table: "RequestTable",
+        tokens: np.ndarray,
+        namespace: Namespace,
+    ):
         self.id = id
         self.slot = slot
+        self.namespace = namespace
+        self.lease: Lease | None = None
+        self.is_declined = False
         self._table = table
         self._tokens = tokens
 
@@ -45,6 +61,11 @@ class Request:
     def is_closed(self) -> bool:
         """Whether the request was closed or aborted."""
         return self.slot < 0
+
+    @property
+    def is_preempted(self) -> bool:
+        """Whether its pages were dropped; `KVCache.resume` brings it back."""
+        return not self.is_closed and self.lease is None
 
     @property
     def num_tokens(self) -> int:
@@ -104,7 +125,9 @@ class RequestTable:
         self._free_slots: list[int] = []
         self._next_id = 0
 
-    def open(self, tokens: np.ndarray) -> Request:
+    def open(
+        self, tokens: np.ndarray, namespace: Namespace = DEFAULT_NAMESPACE
+    ) -> Request:
         """A request over int32 tokens, with an empty chain."""
         if not self._free_slots:
             self._grow_slots()
@@ -114,7 +137,7 @@ class RequestTable:
         self.num_tokens[slot] = tokens.size
         self.base[slot] = -1
         self.next_token[slot] = tokens[0] if tokens.size else 0
-        request = Request(self._next_id, slot, self, buffer)
+        request = Request(self._next_id, slot, self, buffer, namespace)
         self._next_id += 1
         self.requests[request.id] = request
         return request
@@ -122,11 +145,19 @@ class RequestTable:
     def close(self, request: Request) -> None:
         """Ends a request; its pages are the caller's to free first."""
         slot = request._open_slot()
-        self.num_tokens[slot] = self.num_computed[slot] = self.num_pages[slot] = 0
-        self.stripes[:, slot] = placement.RESERVED_PAGE
+        self.drop_chain(request)
+        self.num_tokens[slot] = 0
         request.slot = -1
         del self.requests[request.id]
         self._free_slots.append(slot)
+
+    def drop_chain(self, request: Request) -> None:
+        """Empties a request's chain: all its tokens are to be computed again."""
+        slot = request._open_slot()
+        self.num_computed[slot] = self.num_pages[slot] = 0
+        self.base[slot] = -1
+        self.next_token[slot] = request._tokens[0]
+        self.stripes[:, slot] = placement.RESERVED_PAGE
 
     def append(self, request: Request, tokens: np.ndarray) -> None:
         """Adds int32 tokens at a request's end."""
@@ -178,6 +209,24 @@ class RequestTable:
         self.stripes[owners, slot, local] = placement.physical(pages, self.num_shards)
         self.base[slot] = base
         self.num_pages[slot] = start + pages.size
+
+    def repoint_chain(self, request: Request, pages: np.ndarray) -> None:
+        """Puts other logical pages, of the same owners, in place of a chain's first.
+
+        Raises:
+          ValueError: an owner differs, or the chain is shorter; unchanged then.
+        """
+        slot = request._open_slot()
+        old = self.chain(slot, pages.size)
+        wrong = (pages - old) % self.num_shards != 0
+        if pages.size > self.num_pages[slot] or wrong.any():
+            raise ValueError(
+                f"a chain of {self.num_pages[slot]} pages {old} cannot be re-pointed "
+                f"at {pages}"
+            )
+        owners = placement.owner(pages, self.num_shards)
+        local = np.arange(pages.size) // self.num_shards
+        self.stripes[owners, slot, local] = placement.physical(pages, self.num_shards)
 
     def chain(self, slot: int, num_pages: int | None = None) -> np.ndarray:
         """Logical pages of a chain (its first `num_pages`) in position order, int32."""
