@@ -444,6 +444,8 @@ class KVCache:
             )
 
     def _check_open(self, request: Request) -> None:
+        if not isinstance(request, Request):
+            raise TypeError(f"{request=} is no Request: did open return None?")
         if request.is_closed:
             raise ClosedRequestError(f"request {request.id} is closed")
         if request._table is not self._table:

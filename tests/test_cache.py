@@ -100,7 +100,7 @@ def test_a11_warm_up_covers_every_size_that_runs(page_size):
     with testing.no_compilation():
         for lengths in ((10, 7, 1), (10, 10, 10), (1,)):
             requests = [cache.open([1] * length) for length in lengths]
-            batch = [(request, request.num_tokens) for request in requests]
+            batch = [(request, request.num_uncomputed) for request in requests]
             for _ in range(3):
                 step = cache.plan(batch)
                 assert step is not None
@@ -235,13 +235,75 @@ def test_a_fork_without_room_changes_nothing(forward):
 
 def test_no_room_is_none_and_changes_nothing(forward):
     cache = _make_cache(pages_per_shard=3)
-    first = cache.open(np.arange(30))
-    second = cache.open(np.arange(5))
-    _run(cache, forward, [(first, 30)])
-    assert cache.plan([(second, 5)]) is None
-    assert second.num_pages == 0
+    # 4 shards x 2 usable pages x 4 tokens; another prompt than the first's
+    first, second = cache.open(np.arange(24)), cache.open(np.arange(3, 11))
+    assert cache.open(np.arange(1)) is None
+    _run(cache, forward, [(first, 24)])
+    _run(cache, forward, [(second, 8)])
+    cache.append(first, 1)
+    held = cache.pages_per_shard()
+    assert cache.plan([(first, 1)]) is None
+    assert (first.num_pages, cache.pages_per_shard()) == (6, held)
+    cache.preempt(second)
+    with pytest.raises(ValueError, match="request 1 is preempted: resume it first"):
+        cache.plan([(second, 1)])
+    rows = _run(cache, forward, [(first, 1)])
+    np.testing.assert_allclose(rows[0], DECODER.dense(first.tokens)[-1], atol=5e-5)
+    assert not cache.resume(second)
     cache.close(first)
-    _run(cache, forward, [(second, 5)])
+    assert cache.resume(second)
+    rows = _run(cache, forward, [(second, 8)])
+    np.testing.assert_allclose(rows[0], DECODER.dense(second.tokens)[-1], atol=5e-5)
+    with pytest.raises(ValueError, match="request 1 is not preempted"):
+        cache.resume(second)
+
+
+def test_a_prompt_in_flight_is_reused_before_its_request_ends(forward):
+    cache = _make_cache()
+    first = cache.open(np.arange(20))
+    _run(cache, forward, [(first, 10)])
+    second = cache.open(np.arange(18))
+    assert second.num_computed == 8
+    np.testing.assert_array_equal(second.pages()[:2], first.pages()[:2])
+    rows = _run(cache, forward, [(second, 10), (first, 10)])
+    np.testing.assert_allclose(rows[0], DECODER.dense(np.arange(18))[-1], atol=5e-5)
+    np.testing.assert_allclose(rows[1], DECODER.dense(np.arange(20))[-1], atol=5e-5)
+    # both computed page 2 and 3; one copy is kept, and both read it
+    np.testing.assert_array_equal(second.pages()[:4], first.pages()[:4])
+    cache.append(first, 5)
+    rows = _run(cache, forward, [(first, 1)])
+    np.testing.assert_allclose(rows[0], DECODER.dense(first.tokens)[-1], atol=5e-5)
+    stats = cache.stats()
+    assert stats.hit_tokens == 8
+    assert stats.computed_tokens == 31
+
+
+def test_namespaces_share_nothing(forward):
+    cache = _make_cache()
+    request = cache.open(np.arange(20), jaxkv.Namespace(salt="a"))
+    _run(cache, forward, [(request, 20)])
+    assert cache.open(np.arange(20), jaxkv.Namespace(salt="b")).num_computed == 0
+    assert cache.open(np.arange(20)).num_computed == 0
+    assert cache.open(np.arange(20), jaxkv.Namespace(salt="a")).num_computed == 16
+    with pytest.raises(jaxkv.PageAccountingError, match="pages are leased"):
+        cache.clear()
+    for opened in cache.requests:
+        cache.close(opened)
+    cache.clear()
+    assert cache.stats().free_pages.tolist() == [19] * 4
+
+
+def test_events_tell_what_enters_and_leaves(forward):
+    events = []
+    cache = _make_cache(event_sink=events.append)
+    request = cache.open(np.arange(10))
+    _run(cache, forward, [(request, 10)])
+    cache.close(request)
+    cache.clear()
+    stored, cleared = events
+    assert stored.token_ids == tuple(range(8))
+    assert (len(stored.page_hashes), stored.parent_hash) == (2, None)
+    assert type(cleared).__name__ == "CacheCleared"
 
 
 @pytest.mark.parametrize("mode", ["striped", "assembled", "auto"])
@@ -259,7 +321,7 @@ def test_a_batch_whose_prefixes_exceed_the_scratch_is_deferred_or_striped(forwar
     )
     for mode in ("assembled", "auto"):
         cache = _make_cache(mode=mode, buckets=buckets)
-        requests = [cache.open(np.arange(20) % VOCAB) for _ in range(2)]
+        requests = [cache.open(np.arange(first, 20 + first)) for first in (0, 7)]
         for request in requests:
             step = cache.plan([(request, 16)])
             assert step is not None
@@ -285,6 +347,7 @@ def test_auto_reads_by_its_cost_model():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"reserve_pages": -1}, "reserve_pages=-1 must be at least 0"),
         ({"mode": "both"}, "mode='both' is not one of"),
         ({"attention": "magic"}, "attention='magic' is not one of"),
         ({"axis": "ring"}, "axis 'ring' is not in the mesh"),
@@ -357,6 +420,11 @@ def test_closed_requests_are_refused(forward):
         with pytest.raises(jaxkv.ClosedRequestError, match="request 0 is closed"):
             use()
     assert repr(request) == "Request(id=0, closed)"
+
+
+def test_what_is_no_request_is_refused():
+    with pytest.raises(TypeError, match="did open return None"):
+        _make_cache().plan([(None, 1)])
 
 
 def test_another_caches_request_is_refused():
