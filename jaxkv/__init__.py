@@ -12,11 +12,11 @@ from jaxkv.device.layers import (
     embed_tokens,
     last_rows,
     loop_layers,
-    plan_specs,
     scan_layers,
     stage_loop,
     stage_scan,
 )
+from jaxkv.device.packing import PackedPlan, plan_specs, unpack_plan
 from jaxkv.device.pool import KVPool, copy_pages, create_pool, write_rows
 from jaxkv.device.regions import ShardGroup
 from jaxkv.errors import (
@@ -46,6 +46,7 @@ __all__ = [
     "KVPool",
     "LayerKV",
     "Namespace",
+    "PackedPlan",
     "PageAccountingError",
     "Request",
     "ShardGroup",
@@ -62,5 +63,6 @@ __all__ = [
     "scan_layers",
     "stage_loop",
     "stage_scan",
+    "unpack_plan",
     "write_rows",
 ]

@@ -15,10 +15,10 @@ from collections.abc import Iterator, Sequence
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
 
 from jaxkv.device.attention import get_backend
-from jaxkv.device.layers import StagedRows, plan_specs
+from jaxkv.device.layers import StagedRows
+from jaxkv.device.packing import pack_plan
 from jaxkv.device.pool import KVPool, copy_pages, create_pool, write_rows
 from jaxkv.device.regions import ShardGroup
 from jaxkv.errors import CapacityError, ClosedRequestError, StalePlanError
@@ -30,7 +30,6 @@ from jaxkv.host.namespace import DEFAULT_NAMESPACE, Namespace
 from jaxkv.host.planner import Mode, Planner
 from jaxkv.host.request import Request
 from jaxkv.host.step import Step
-from jaxkv.plan import StepPlan
 from jaxkv.spec import CacheSpec
 
 
@@ -394,10 +393,8 @@ class KVCache:
         scratch = None
         if shape.num_rounds == 1:
             scratch = self._planner.scratch_map(requests, counts, shape)
-        specs = plan_specs(plan, self.group)
-        shardings = StepPlan(*(NamedSharding(self.group.mesh, spec) for spec in specs))
-        placed = jax.device_put(plan, shardings)
-        return Step(placed, requests, counts, shape, self._version, scratch)
+        packed = pack_plan(plan, self.group)
+        return Step(packed, plan, requests, counts, shape, self._version, scratch)
 
     def _copy(self, src: np.ndarray, dst: np.ndarray) -> None:
         """Copies logical pages; each pair lies on one shard."""

@@ -188,6 +188,7 @@ def test_a04_a_prefix_larger_than_the_scratch_takes_whole_rotations(workspace):
         decoder.spec(),
         mesh,
         mode="assembled",
+        keep_prefixes=False,
         buckets=jaxkv.Buckets.make(
             num_shards=4,
             page_size=4,
@@ -262,7 +263,7 @@ def _forward_manual(decoder, mesh, params, pool, plan):
         return x + jax.lax.psum(out.reshape(x.shape[0], -1) @ w["o"], "heads"), kv
 
     def body(params, pool, plan):
-        x = params["embed"].at[plan.tokens].get(mode="clip")
+        x = jaxkv.embed_tokens(params["embed"], pool, plan)
         layers = {name: params[name] for name in "qkvo"}
         x, pool = jaxkv.scan_layers(block, x, layers, pool, plan)
         return jaxkv.last_rows(x, pool, plan), pool
@@ -362,7 +363,7 @@ def test_a_block_that_does_not_attend_is_refused():
     step = cache.plan([(cache.open([1, 2]), 2)])
     assert step is not None
     params = {"w": jnp.zeros((3, 1))}
-    x = jnp.zeros((step.plan.tokens.shape[0], 16))
+    x = jnp.zeros((step.arrays.tokens.size, 16))
     with pytest.raises(ValueError, match=r"must call kv\.attend once"):
         jaxkv.scan_layers(lambda x, w, kv: (x, kv), x, params, cache.pool, step.plan)
     with pytest.raises(ValueError, match="2 blocks for a pool of 3 layers"):
@@ -387,8 +388,8 @@ def test_shapes_that_do_not_fit_are_refused(q_shape, k_shape, message):
     cache = jaxkv.KVCache(TinyDecoder().spec(), mesh)
     step = cache.plan([(cache.open([1, 2]), 2)])
     assert step is not None
-    num_rows = step.plan.tokens.shape[0]
-    kv = jaxkv.LayerKV(cache.pool, step.plan, jnp.int32(0), None)
+    num_rows = step.arrays.tokens.size
+    kv = jaxkv.LayerKV(cache.pool, step.arrays, jnp.int32(0), None)
     q, k = jnp.zeros((num_rows, *q_shape)), jnp.zeros((num_rows, *k_shape))
     if message is None:
         out, kv = kv.attend(q, k, k)
@@ -396,7 +397,7 @@ def test_shapes_that_do_not_fit_are_refused(q_shape, k_shape, message):
         with pytest.raises(ValueError, match="attend was called twice"):
             kv.attend(q, k, k)
         with pytest.raises(ValueError, match=r"window=0 must be at least 1"):
-            jaxkv.LayerKV(cache.pool, step.plan, jnp.int32(0), None).attend(
+            jaxkv.LayerKV(cache.pool, step.arrays, jnp.int32(0), None).attend(
                 q, k, k, window=0
             )
     else:

@@ -21,6 +21,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxkv.device import assembly, ranges, striped
 from jaxkv.device.assembly import PrefixPages
 from jaxkv.device.options import AttentionOptions
+from jaxkv.device.packing import Plan, plan_specs, unpack_plan
 from jaxkv.device.pool import KVPool, write_rows
 from jaxkv.device.regions import ShardGroup, over_shards
 from jaxkv.plan import StepPlan
@@ -162,7 +163,7 @@ def scan_layers(
     x: jax.Array,
     params: Any,
     pool: KVPool,
-    plan: StepPlan,
+    plan: Plan,
     *,
     attention: str = "auto",
 ) -> tuple[jax.Array, KVPool]:
@@ -179,6 +180,7 @@ def scan_layers(
     Returns:
       Activations after the last layer, and the pool with the new rows.
     """
+    plan = unpack_plan(plan, pool.group)
     x, staged = stage_scan(block, x, params, pool, plan, attention=attention)
     return x, write_rows(pool, *staged, plan)
 
@@ -187,11 +189,12 @@ def loop_layers(
     blocks: Sequence[Callable[[jax.Array, LayerKV], tuple[jax.Array, LayerKV]]],
     x: jax.Array,
     pool: KVPool,
-    plan: StepPlan,
+    plan: Plan,
     *,
     attention: str = "auto",
 ) -> tuple[jax.Array, KVPool]:
     """`scan_layers` for a list of unlike layers, `(x, kv) -> (x, kv)` each."""
+    plan = unpack_plan(plan, pool.group)
     x, staged = stage_loop(blocks, x, pool, plan, attention=attention)
     return x, write_rows(pool, *staged, plan)
 
@@ -201,11 +204,12 @@ def stage_scan(
     x: jax.Array,
     params: Any,
     pool: KVPool,
-    plan: StepPlan,
+    plan: Plan,
     *,
     attention: str = "auto",
 ) -> tuple[jax.Array, StagedRows]:
     """`scan_layers` without the write: the pool is not needed again and not donated."""
+    plan = unpack_plan(plan, pool.group)
     num_layers = pool.spec.num_layers
     lengths = {leaf.shape[0] for leaf in jax.tree.leaves(params)}
     if lengths - {num_layers}:
@@ -234,7 +238,7 @@ def stage_loop(
     blocks: Sequence[Callable[[jax.Array, LayerKV], tuple[jax.Array, LayerKV]]],
     x: jax.Array,
     pool: KVPool,
-    plan: StepPlan,
+    plan: Plan,
     *,
     attention: str = "auto",
 ) -> tuple[jax.Array, StagedRows]:
@@ -243,6 +247,7 @@ def stage_loop(
         raise ValueError(
             f"{len(blocks)} blocks for a pool of {pool.spec.num_layers} layers"
         )
+    plan = unpack_plan(plan, pool.group)
     x = _place_rows(x, pool, plan)
     gathered = first_gather(pool, plan)
     staged = []
@@ -253,11 +258,12 @@ def stage_loop(
     return x, jax.tree.map(lambda *rows: jnp.stack(rows), *staged)
 
 
-def first_gather(pool: KVPool, plan: StepPlan) -> PrefixPages | None:
+def first_gather(pool: KVPool, plan: Plan) -> PrefixPages | None:
     """The first layer's first round of prefix pages; None if nothing is assembled."""
     if plan.is_striped or plan.block == 0:
         return None
     group = pool.group
+    plan = unpack_plan(plan, group)
     pages = PartitionSpec(None, None, group.head_axis, None)
 
     def gather(pool_k, pool_v, send_pages):
@@ -273,12 +279,13 @@ def first_gather(pool: KVPool, plan: StepPlan) -> PrefixPages | None:
     )(pool.k, pool.v, plan.send_pages)
 
 
-def embed_tokens(table: jax.Array, pool: KVPool, plan: StepPlan) -> jax.Array:
+def embed_tokens(table: jax.Array, pool: KVPool, plan: Plan) -> jax.Array:
     """Rows of an embedding table [V, E] for a step's tokens, [T, E], split as they are.
 
     Plain indexing does the same under Auto axes; Explicit axes need the result's
     sharding, which this gives. The table is taken whole on every shard.
     """
+    plan = unpack_plan(plan, pool.group)
 
     def take(table, tokens):
         return table.at[tokens].get(mode="clip")
@@ -289,12 +296,13 @@ def embed_tokens(table: jax.Array, pool: KVPool, plan: StepPlan) -> jax.Array:
     )
 
 
-def last_rows(x: jax.Array, pool: KVPool, plan: StepPlan) -> jax.Array:
+def last_rows(x: jax.Array, pool: KVPool, plan: Plan) -> jax.Array:
     """Each sequence's last new row of `x` [T, E], [S, E], on every shard.
 
     Works for replicated and for sharded tokens, and inside a caller's shard_map.
     """
     group = pool.group
+    plan = unpack_plan(plan, group)
 
     def take(x, rows):
         if plan.num_token_blocks == 1:
@@ -308,28 +316,6 @@ def last_rows(x: jax.Array, pool: KVPool, plan: StepPlan) -> jax.Array:
     token_spec = PartitionSpec(_token_axis(group, plan))
     return over_shards(take, group, (token_spec, PartitionSpec()), PartitionSpec())(
         x, plan.last_rows
-    )
-
-
-def plan_specs(plan: StepPlan, group: ShardGroup) -> StepPlan:
-    """How each array of a plan is split: a StepPlan of PartitionSpecs."""
-    replicated, split = PartitionSpec(), PartitionSpec(group.axis)
-    return StepPlan(
-        tokens=PartitionSpec(_token_axis(group, plan)),
-        positions=replicated,
-        seq_ids=replicated,
-        num_rows=replicated,
-        cu_q_lens=replicated,
-        chunk_rows=replicated,
-        last_rows=replicated,
-        prefix_lens=replicated,
-        bases=replicated,
-        page_table=split if plan.is_striped else replicated,
-        round_starts=replicated,
-        send_pages=split,
-        stage_rows=split,
-        stage_cu_lens=split,
-        write_rows=split,
     )
 
 

@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from jaxkv.device.packing import Plan, unpack_plan
 from jaxkv.device.regions import ShardGroup, over_shards
-from jaxkv.plan import StepPlan
 from jaxkv.spec import CacheSpec
 
 
@@ -75,7 +75,7 @@ def create_pool(spec: CacheSpec, group: ShardGroup) -> KVPool:
     return KVPool(k, v, spec, group)
 
 
-def write_rows(pool: KVPool, k: jax.Array, v: jax.Array, plan: StepPlan) -> KVPool:
+def write_rows(pool: KVPool, k: jax.Array, v: jax.Array, plan: Plan) -> KVPool:
     """Writes a step's staged rows; donate the pool to the jitted caller.
 
     The only write that a step makes: on the flat row view, so that XLA updates the
@@ -88,6 +88,7 @@ def write_rows(pool: KVPool, k: jax.Array, v: jax.Array, plan: StepPlan) -> KVPo
       plan: the step's plan.
     """
     group = pool.group
+    plan = unpack_plan(plan, group)
     staged = PartitionSpec(None, group.axis, group.head_axis, None)
 
     def write(pool_k, pool_v, k, v, rows):

@@ -1,6 +1,7 @@
 """A planned step as the host remembers it: what was planned, and against what state."""
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 
@@ -15,7 +16,8 @@ class Step:
     """One step between plan and commit. Read-only; made by `KVCache.plan`.
 
     Attributes:
-      plan: the device's arrays.
+      plan: what the jitted step takes: the plan packed into one array on the devices.
+      arrays: the same plan's fields on the host, numpy.
       requests: the batch, in the order of the plan's sequences.
       counts: new tokens of each request, int32[len(requests)].
       shape: the plan's static sizes.
@@ -24,7 +26,8 @@ class Step:
         for other steps.
     """
 
-    plan: StepPlan
+    plan: Any
+    arrays: StepPlan
     requests: tuple[Request, ...]
     counts: np.ndarray
     shape: StepShape
