@@ -76,7 +76,9 @@ class KVCache:
             travel) or "auto" (the cheaper one for each step, `host/planner.py`).
           shard_tokens: each shard computes the tokens of the pages it will own, a
             1/N share, instead of every shard computing all.
-          max_tokens: new tokens of one step, all its sequences together.
+          max_tokens: new tokens of one step, all its sequences together. With
+            `shard_tokens` a shard takes `max_tokens / N` of them, and a step in which
+            one shard owns more is deferred: leave room for its whole chunk there.
           max_sequences: sequences of one step.
           max_seq_len: tokens of one request; the pool's capacity where None.
           max_prefix_tokens: tokens that one gather may assemble (the scratch);
@@ -98,6 +100,13 @@ class KVCache:
         if mode not in ("auto", "assembled", "striped"):
             raise ValueError(f"{mode=} is not one of auto, assembled, striped")
         get_backend(attention)
+        for name, size in (
+            ("max_seq_len", max_seq_len),
+            ("query_heads", query_heads),
+            ("vocab_size", vocab_size),
+        ):
+            if size is not None and size < 1:
+                raise ValueError(f"{name}={size} must be at least 1")
         if query_heads is not None and query_heads % spec.kv.num_kv_heads:
             raise ValueError(
                 f"{query_heads=} is not a multiple of {spec.kv.num_kv_heads} KV heads"
@@ -240,6 +249,7 @@ class KVCache:
           step's capacity (tokens, sequences, scratch): plan a smaller one.
 
         Raises:
+          TypeError: a request or a count of tokens is none.
           ValueError: the batch is empty, names a request twice, or asks for no tokens
             or for more than a request has.
           ClosedRequestError: a request is closed.
@@ -249,7 +259,10 @@ class KVCache:
             raise ValueError("a step needs at least one request")
         for request in requests:
             self._check_running(request)
-        counts = np.array([count for _, count in batch], np.int32)
+        given = np.array([count for _, count in batch])
+        if not np.issubdtype(given.dtype, np.integer):
+            raise TypeError(f"new tokens must be ints, got {given.dtype}")
+        counts = given.astype(np.int32)
         slots = np.array([request.slot for request in requests], np.int32)
         computed = self._table.num_computed[slots]
         uncomputed = self._table.num_tokens[slots] - computed

@@ -14,12 +14,18 @@ MAX_ROWS = 2**31 - 2**26
 """Rows of one shard's pool, all layers: int32, less room for a step's padding rows."""
 
 
-def _require_positive(**sizes: int) -> None:
-    for name, size in sizes.items():
+def _require_sizes(owner: object, smallest: int, *names: str) -> None:
+    """Checks int fields of a frozen dataclass, and makes Python ints of them.
+
+    numpy's would overflow in the products that sizes are made of.
+    """
+    for name in names:
+        size = getattr(owner, name)
         if isinstance(size, bool) or not isinstance(size, int | np.integer):
             raise TypeError(f"{name}={size!r} must be an int")
-        if size < 1:
-            raise ValueError(f"{name}={size} must be at least 1")
+        if size < smallest:
+            raise ValueError(f"{name}={size} must be at least {smallest}")
+        object.__setattr__(owner, name, int(size))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,9 +43,9 @@ class GQA:
     v_head_dim: int | None = None
 
     def __post_init__(self):
-        _require_positive(num_kv_heads=self.num_kv_heads, head_dim=self.head_dim)
+        _require_sizes(self, 1, "num_kv_heads", "head_dim")
         if self.v_head_dim is not None:
-            _require_positive(v_head_dim=self.v_head_dim)
+            _require_sizes(self, 1, "v_head_dim")
 
     @property
     def value_dim(self) -> int:
@@ -74,17 +80,15 @@ class CacheSpec:
     first_layer: int = 0
 
     def __post_init__(self):
-        _require_positive(num_layers=self.num_layers, page_size=self.page_size)
+        _require_sizes(self, 1, "num_layers", "page_size", "pages_per_shard")
+        _require_sizes(self, 0, "first_layer")
         if not isinstance(self.kv, GQA):
             raise TypeError(f"kv={self.kv!r} must be a jaxkv.GQA")
-        _require_positive(pages_per_shard=self.pages_per_shard)
         if self.pages_per_shard < 2:
             raise ValueError(
                 f"pages_per_shard={self.pages_per_shard} must be at least 2: "
                 "physical page 0 is reserved"
             )
-        if self.first_layer < 0:
-            raise ValueError(f"first_layer={self.first_layer} must be at least 0")
         rows = self.num_layers * self.pages_per_shard * self.page_size
         if rows > MAX_ROWS:
             raise ValueError(
@@ -154,17 +158,27 @@ class CacheSpec:
           A value for `pages_per_shard` (`dataclasses.replace` puts it in a spec).
 
         Raises:
-          ValueError: not even two pages are left (one is reserved).
+          ValueError: not even two pages are left (one is reserved), or an argument
+            cannot be.
 
         >>> spec = CacheSpec(num_layers=2, kv=GQA(num_kv_heads=4, head_dim=8),
         ...                  page_size=16, pages_per_shard=2, dtype="bfloat16")
         >>> spec.page_bytes, spec.pages_for(100_000, max_prefix_tokens=128)
         (4096, 15)
         """
+        if max_prefix_tokens < 0 or chunk_tokens < 0:
+            raise ValueError(
+                f"{max_prefix_tokens=} and {chunk_tokens=} must be at least 0"
+            )
+        if head_shards < 1 or self.kv.num_kv_heads % head_shards:
+            raise ValueError(
+                f"{head_shards=} does not divide num_kv_heads={self.kv.num_kv_heads}"
+            )
         scratch = 0
         if max_prefix_tokens or chunk_tokens:
             scratch = self.scratch_bytes(max_prefix_tokens, chunk_tokens, head_shards)
-        pages = (memory_budget - scratch) * head_shards // self.page_bytes
+        pages = int(memory_budget - scratch) * head_shards // self.page_bytes
+        pages = min(pages, MAX_ROWS // (self.num_layers * self.page_size))
         if pages < 2:
             raise ValueError(
                 f"{memory_budget=} bytes leaves {max(pages, 0)} pages after {scratch} "

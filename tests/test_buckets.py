@@ -51,6 +51,13 @@ class _Host:
         return request
 
 
+def test_rounds_start_at_one():
+    with pytest.raises(ValueError, match=r"rounds=\(2,\) must start at 1"):
+        Buckets(
+            tokens=(1,), sequences=(1,), table_widths=(1,), blocks=(1,), rounds=(2,)
+        )
+
+
 def _make_buckets(**changes) -> Buckets:
     return Buckets(
         **{

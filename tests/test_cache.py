@@ -348,6 +348,9 @@ def test_auto_reads_by_its_cost_model():
     ("options", "message"),
     [
         ({"reserve_pages": -1}, "reserve_pages=-1 must be at least 0"),
+        ({"max_seq_len": 0}, "max_seq_len=0 must be at least 1"),
+        ({"vocab_size": 0}, "vocab_size=0 must be at least 1"),
+        ({"query_heads": 0}, "query_heads=0 must be at least 1"),
         ({"mode": "both"}, "mode='both' is not one of"),
         ({"attention": "magic"}, "attention='magic' is not one of"),
         ({"axis": "ring"}, "axis 'ring' is not in the mesh"),
@@ -477,3 +480,10 @@ def test_poison_refuses_a_cache_in_use():
     cache.open([1])
     with pytest.raises(ValueError, match="has 1 open requests"):
         testing.poison(cache)
+
+
+def test_new_tokens_must_be_whole():
+    cache = _make_cache()
+    request = cache.open([1, 2])
+    with pytest.raises(TypeError, match="new tokens must be ints, got float64"):
+        cache.plan([(request, 1.5)])

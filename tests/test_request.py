@@ -123,6 +123,8 @@ def test_a_closed_slot_is_reused_and_zeroed():
         lambda table, request: table.close(request),
         lambda table, request: table.append(request, _make_tokens(1)),
         lambda table, request: table.extend_chain(request, _make_chain(1, 0)),
+        lambda table, request: table.drop_chain(request),
+        lambda table, request: table.repoint_chain(request, _make_chain(1, 0)),
         lambda table, request: request.pages(),
         lambda table, request: request.tokens,
         lambda table, request: request.num_tokens,
@@ -230,8 +232,48 @@ def test_advance_takes_a_count_for_each_request():
     requests = [table.open(_make_tokens(*range(9))) for _ in range(3)]
     table.advance(requests, np.array([1, 0, 9]))
     assert [request.num_computed for request in requests] == [1, 0, 9]
-    with pytest.raises(ValueError, match="shorter"):
+    with pytest.raises(ValueError, match="3 requests, but 2 counts"):
         table.advance(requests, np.array([1, 1]))
+
+
+def test_a_dropped_chain_leaves_the_tokens_to_be_computed_again():
+    table = _make_table()
+    kept, request = table.open(_make_tokens(1)), table.open(_make_tokens(2, 3, 4))
+    table.extend_chain(kept, _make_chain(1, 0))
+    table.extend_chain(request, _make_chain(7, 1))
+    table.advance([request], np.array([2]))
+    table.drop_chain(request)
+    assert (request.num_computed, request.num_pages, request.base) == (0, 0, -1)
+    assert request.tokens.tolist() == [2, 3, 4]
+    assert table.next_token[request.slot] == 2
+    assert not table.stripes[:, request.slot].any()
+    table.extend_chain(request, _make_chain(2, 3))
+    assert request.base == 3
+    assert kept.pages().tolist() == _make_chain(1, 0).tolist()
+
+
+@pytest.mark.parametrize("num_pages", [0, 1, 4, 6, 7])
+def test_a_chains_first_pages_are_re_pointed_at_pages_of_the_same_owners(num_pages):
+    table = _make_table()
+    request = table.open(_make_tokens(1))
+    chain = _make_chain(7, 3)
+    table.extend_chain(request, chain)
+    others = chain[:num_pages] + 4 * 50
+    table.repoint_chain(request, others)
+    assert request.pages().tolist() == [*others, *chain[num_pages:]]
+    assert (request.num_pages, request.base) == (7, 3)
+
+
+@pytest.mark.parametrize(
+    "pages", [[7, 4, 10], [4], [7, 4, 9, 14], [7, 4, 9, 14, 19, *range(20, 40)]]
+)
+def test_pages_that_a_chain_cannot_be_re_pointed_at_change_nothing(pages):
+    table = _make_table()
+    request = table.open(_make_tokens(1))
+    table.extend_chain(request, np.array([7, 4, 9]))
+    with pytest.raises(ValueError, match=r"a chain of 3 pages .* re-pointed"):
+        table.repoint_chain(request, np.array(pages))
+    assert request.pages().tolist() == [7, 4, 9]
 
 
 def test_pages_needed():
@@ -312,6 +354,22 @@ class TableMachine(RuleBasedStateMachine):
         ]
         with pytest.raises(ValueError, match="cannot be page"):
             self.table.extend_chain(request, np.array(pages, np.int32))
+
+    @precondition(lambda self: self.open_requests)
+    @rule(data=st.data(), shift=st.integers(100, 199))
+    def repoint_chain(self, data, shift):
+        request, model = self._pick(data)
+        size = data.draw(st.integers(0, len(model.pages)))
+        pages = [page + shift * self.table.num_shards for page in model.pages[:size]]
+        self.table.repoint_chain(request, np.array(pages, np.int32))
+        model.pages[:size] = pages
+
+    @precondition(lambda self: self.open_requests)
+    @rule(data=st.data())
+    def drop_chain(self, data):
+        request, model = self._pick(data)
+        self.table.drop_chain(request)
+        model.computed, model.pages = 0, []
 
     @precondition(lambda self: self.open_requests)
     @rule(data=st.data())

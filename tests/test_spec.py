@@ -252,3 +252,47 @@ def test_spec_refuses_element_types_without_a_pool(dtype):
 def test_spec_refuses_a_name_of_no_dtype():
     with pytest.raises(TypeError, match="nonsense"):
         _make_spec(dtype="nonsense")
+
+
+def test_numpy_sizes_do_not_overflow():
+    spec = CacheSpec(
+        num_layers=np.int32(80),
+        kv=GQA(num_kv_heads=np.int32(64), head_dim=np.int32(512)),
+        page_size=np.int32(256),
+        pages_per_shard=2,
+    )
+    assert spec.page_bytes == 80 * 64 * 2 * 512 * 256 * 2
+
+
+@pytest.mark.parametrize("first_layer", [1.5, True, "a"])
+def test_a_first_layer_that_is_no_int_is_refused(first_layer):
+    with pytest.raises(TypeError, match="first_layer=.* must be an int"):
+        CacheSpec(
+            num_layers=1,
+            kv=GQA(num_kv_heads=1, head_dim=1),
+            page_size=1,
+            pages_per_shard=2,
+            first_layer=first_layer,
+        )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"head_shards": 0}, "head_shards=0 does not divide num_kv_heads=2"),
+        ({"head_shards": 3}, "head_shards=3 does not divide num_kv_heads=2"),
+        ({"max_prefix_tokens": -1}, "max_prefix_tokens=-1 and chunk_tokens=0 must be"),
+    ],
+)
+def test_pages_for_refuses_what_cannot_be(options, message):
+    kv = GQA(num_kv_heads=2, head_dim=4)
+    spec = CacheSpec(num_layers=1, kv=kv, page_size=1, pages_per_shard=2)
+    with pytest.raises(ValueError, match=message):
+        spec.pages_for(10_000, **options)
+
+
+def test_pages_for_gives_no_more_than_a_spec_takes():
+    kv = GQA(num_kv_heads=1, head_dim=1)
+    spec = CacheSpec(num_layers=30, kv=kv, page_size=1, pages_per_shard=2)
+    pages = spec.pages_for(80 * 2**30)
+    assert dataclasses.replace(spec, pages_per_shard=pages).pages_per_shard == pages

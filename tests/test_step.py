@@ -85,7 +85,15 @@ def _make_step(
     if shape.num_rounds == 1:
         scratch = planner.scratch_map(requests, counts, shape)
     plan = planner.build(requests, counts, shape)
-    return Step(plan, requests, counts, shape, 0, scratch)
+    return Step(
+        plan=None,
+        arrays=plan,
+        requests=requests,
+        counts=counts,
+        shape=shape,
+        version=0,
+        scratch=scratch,
+    )
 
 
 def _make_map(**changes) -> ScratchMap:
@@ -109,7 +117,7 @@ def _make_map(**changes) -> ScratchMap:
 
 def _rows_of_locs(host: _Host, step: Step) -> dict[int, int]:
     """Scratch rows by loc, read off the plan's arrays slot by slot."""
-    plan, page_size = step.plan, host.table.page_size
+    plan, page_size = step.arrays, host.table.page_size
     num_shards, _, block = plan.send_pages.shape
     rows = {}
     chunk_start = num_shards * block * page_size
@@ -266,7 +274,7 @@ def test_every_loc_of_the_pool_translates_as_the_plan_reads_it(sharded, data):
     step = _make_step(host, batch, sharded=sharded)
     assert step.scratch is not None
     trash = step.scratch.trash_start
-    assert step.scratch.num_tokens == step.plan.tokens.size
+    assert step.scratch.num_tokens == step.arrays.tokens.size
     expected = [trash + loc % page_size for loc in range(host.num_locs)]
     rows = _rows_of_locs(host, step)
     for loc, row in rows.items():

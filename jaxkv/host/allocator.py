@@ -155,14 +155,13 @@ class PageAllocator:
         pages = np.asarray(pages)
         if pages.size and not np.issubdtype(pages.dtype, np.integer):
             raise ValueError(f"page ids must be integers, got {pages.dtype}")
-        pages = pages.astype(np.int32)
         outside = (pages < self.num_shards) | (pages >= self._holds.size)
         if outside.any():
             raise ValueError(
                 f"page {pages[outside].flat[0]} is not a usable page of "
                 f"{self.num_shards}..{self._holds.size - 1} (lower ids are reserved)"
             )
-        return pages
+        return pages.astype(np.int32)
 
     def _allocated(self, pages: np.ndarray, verb: str) -> np.ndarray:
         pages = self._checked(pages)

@@ -9,6 +9,8 @@ import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import numpy as np
+
 
 def round_up(size: int, sizes: tuple[int, ...]) -> int | None:
     """The smallest declared size that holds `size`; None over the largest.
@@ -51,7 +53,7 @@ class Buckets:
     Attributes:
       tokens: tokens of a step; the last is the step's capacity. Where tokens are
         computed sharded, a shard's share is the bucket divided by the shards, rounded
-        up.
+        up, and a step fits only if no shard owns more than its share.
       sequences: sequences of a step.
       table_widths: pages a shard of one sequence's page table.
       blocks: pages a shard sends in one gather; the last bounds the scratch.
@@ -71,6 +73,8 @@ class Buckets:
                 raise ValueError(
                     f"{field.name}={sizes} must be ascending sizes of at least 1"
                 )
+        if self.rounds[0] != 1:
+            raise ValueError(f"rounds={self.rounds} must start at 1")
 
     @classmethod
     def make(
@@ -90,10 +94,14 @@ class Buckets:
             scratch (`max_prefix_tokens`) is smaller than one rotation.
         """
         for name, bound in (
+            ("num_shards", num_shards),
+            ("page_size", page_size),
             ("max_tokens", max_tokens),
             ("max_sequences", max_sequences),
             ("max_seq_len", max_seq_len),
         ):
+            if not isinstance(bound, int | np.integer):
+                raise TypeError(f"{name}={bound!r} must be an int")
             if bound < 1:
                 raise ValueError(f"{name}={bound} must be at least 1")
         if max_tokens < max_sequences:

@@ -221,7 +221,8 @@ class Planner:
             chain = table.chain(slot)
             held = chain[: -(-prefix // page_size)]
             filled = prefix - np.arange(held.size) * page_size
-            slots_of_page[held] = np.minimum(filled, page_size)
+            filled = np.minimum(filled, page_size)
+            slots_of_page[held] = np.maximum(slots_of_page[held], filled)
             position = np.arange(prefix, prefix + count)
             locs.append(
                 placement.location(
@@ -271,7 +272,9 @@ class Planner:
         if shape.num_rounds == 0:
             page_table = np.zeros((num_shards, shape.num_sequences, width), np.int32)
             stored = min(width, table.stripes.shape[2])
-            page_table[:, : slots.size, :stored] = table.stripes[:, slots, :stored]
+            page_table[:, : slots.size, :stored] = np.take(
+                table.stripes[:, :, :stored], slots, axis=1
+            )
             return page_table, np.zeros(1, np.int32), send_pages
         totals = table.pages_needed(prefix_lens)
         step = self._pages_per_round(slots, totals)

@@ -152,11 +152,14 @@ class PrefixCache:
         lease.is_released = True
         if lease._node is None:
             return
+        freed = []
         for node in lease._node.path():
             node.leases -= 1
             if not node.leases:
-                self._protected -= self._owners_of(node.pages)
-                self._queue_if_evictable(node)
+                freed.append(node)
+        if freed:
+            self._protected -= self._owners_of(freed)
+            self._queue_if_evictable(freed[0])
         self._join(lease._node)
 
     def insert(
@@ -266,14 +269,17 @@ class PrefixCache:
             return None
         taken = [np.zeros(0, np.int32)]
         hashes: list[bytes] = []
-        while short.any():
+        while np.count_nonzero(short):
             leaf = self._queue.pop(short)
             assert leaf is not None, f"{short=} pages are neither leased nor queued"
             count = reach(leaf.pages, short)
             if self._sink is not None:
                 hashes += leaf.hashes[: -count - 1 : -1]
-            removed = self._trim(leaf, count)
-            short = np.maximum(short - self._owners_of(removed[::-1]), 0)
+            removed = leaf.pages[: -count - 1 : -1]
+            self._trim(leaf, count)
+            owners = self._spread(int(removed[-1]), count)
+            self._cached -= owners
+            short = np.maximum(short - owners, 0)
             taken.append(removed)
         evicted = np.concatenate(taken)
         self._is_cached[evicted] = False
@@ -313,11 +319,11 @@ class PrefixCache:
         evictable = self._cached - self._protected
         if without is None or without._node is None:
             return evictable
-        inside = without._inside
         for node in without._node.path():
             if not node.leases:
-                evictable -= self._owners_of(node.pages[:inside])
-            inside = None
+                is_end = node is without._node
+                num_pages = without._inside if is_end else node.pages.size
+                evictable -= self._spread(int(node.pages[0]), num_pages)
         return evictable
 
     def stats(self) -> PrefixStats:
@@ -363,7 +369,7 @@ class PrefixCache:
         self._tree.attach(child)
         self._queue.discard(parent)
         self._is_cached[pages] = True
-        self._cached += self._owners_of(pages)
+        self._cached += self._spread(int(pages[0]), pages.size)
         return child
 
     def _split(self, node: Node, num_pages: int) -> Node:
@@ -388,37 +394,41 @@ class PrefixCache:
             self._tree.join(child)
             self._queue_if_evictable(child)
 
-    def _trim(self, leaf: Node, num_pages: int) -> np.ndarray:
-        """Takes a leaf's last pages out; returns them, the last one first."""
-        removed = leaf.pages[: -num_pages - 1 : -1]
-        owners = self._owners_of(removed[::-1])
+    def _trim(self, leaf: Node, num_pages: int) -> None:
+        """Takes a leaf's last pages out of the tree."""
         self._version += 1
-        self._cached -= owners
         end = self._tree.trim(leaf, num_pages)
         if end is not None:
             self._queue_if_evictable(end)
             if end is not leaf:
                 self._join(end)
-        return removed
 
     def _protect(self, node: Node, above: Node | None) -> None:
         """Counts one lease on a node and all up to `above`, which has it already."""
+        gained = []
         for step in node.path():
             if step is above:
                 break
             if not step.leases:
-                self._protected += self._owners_of(step.pages)
-                self._queue.discard(step)
+                gained.append(step)
             step.leases += 1
+        if gained:
+            self._protected += self._owners_of(gained)
+            self._queue.discard(gained[0])
 
     def _queue_if_evictable(self, node: Node) -> None:
         if not node.leases and not node.children:
             self._queue.push(node)
 
-    def _owners_of(self, pages: np.ndarray) -> np.ndarray:
+    def _owners_of(self, nodes: list[Node]) -> np.ndarray:
+        """Pages of some consecutive nodes by owner; the lowest node comes first."""
+        num_pages = sum(node.pages.size for node in nodes)
+        return self._spread(int(nodes[-1].pages[0]), num_pages)
+
+    def _spread(self, first_page: int, num_pages: int) -> np.ndarray:
         """How many pages of a cyclic run each owner has, int32[num_shards]."""
-        first = int(pages[0]) % self.num_shards
-        return (pages.size + self._rounding[first]) // self.num_shards
+        rounding = self._rounding[first_page % self.num_shards]
+        return (num_pages + rounding) // self.num_shards
 
     def _check_lease(self, lease: Lease) -> None:
         if lease._cache is not self:

@@ -174,6 +174,9 @@ class RequestTable:
 
     def advance(self, requests: Iterable[Request], counts: np.ndarray) -> None:
         """Marks each request's next `counts` tokens as computed."""
+        requests = tuple(requests)
+        if len(requests) != counts.size:
+            raise ValueError(f"{len(requests)} requests, but {counts.size} counts")
         for request, count in zip(requests, counts.tolist(), strict=True):
             computed = self.num_computed[request.slot] + count
             self.num_computed[request.slot] = computed
@@ -184,11 +187,16 @@ class RequestTable:
         """Adds logical pages at a chain's end.
 
         Raises:
-          ValueError: the owners would not be cyclic along the chain; unchanged then.
+          ValueError: a page is reserved, or the owners would not be cyclic along the
+            chain; unchanged then.
         """
+        slot = request._open_slot()
         if not pages.size:
             return
-        slot = request._open_slot()
+        if pages.min() < self.num_shards:
+            raise ValueError(
+                f"page {pages.min()} is reserved: pages start at {self.num_shards}"
+            )
         start = int(self.num_pages[slot])
         base = int(self.base[slot]) if start else int(pages[0]) % self.num_shards
         index = np.arange(start, start + pages.size)
@@ -217,9 +225,11 @@ class RequestTable:
           ValueError: an owner differs, or the chain is shorter; unchanged then.
         """
         slot = request._open_slot()
-        old = self.chain(slot, pages.size)
-        wrong = (pages - old) % self.num_shards != 0
-        if pages.size > self.num_pages[slot] or wrong.any():
+        old = self.chain(slot)
+        if (
+            pages.size > old.size
+            or ((pages - old[: pages.size]) % self.num_shards).any()
+        ):
             raise ValueError(
                 f"a chain of {self.num_pages[slot]} pages {old} cannot be re-pointed "
                 f"at {pages}"

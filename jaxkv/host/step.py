@@ -47,7 +47,7 @@ class Step:
         """
         if self.scratch is None:
             raise ValueError(
-                f"a {self.mode} step of {self.shape.num_rounds} rounds has no single "
+                f"the {self.mode} step of {self.shape.num_rounds} rounds has no single "
                 "scratch to translate to"
             )
         return self.scratch.translate(locs)
@@ -104,11 +104,14 @@ class ScratchMap:
           page.
 
         Raises:
-          ValueError: a loc is negative.
+          TypeError, ValueError: a loc is not an integer, or negative.
         """
         locs = np.asarray(locs)
+        if locs.size and not np.issubdtype(locs.dtype, np.integer):
+            raise TypeError(f"locs must be integers, got {locs.dtype}")
         if locs.size and locs.min() < 0:
             raise ValueError(f"loc {locs.min()} must be at least 0")
+        locs = locs.astype(np.int64)
         page, offset = locs // self.page_size, locs % self.page_size
         rows = self.trash_start + offset
         owners = placement.owner(self.prefix_pages, self.num_shards)
