@@ -266,7 +266,7 @@ def test_numpy_sizes_do_not_overflow():
 
 @pytest.mark.parametrize("first_layer", [1.5, True, "a"])
 def test_a_first_layer_that_is_no_int_is_refused(first_layer):
-    with pytest.raises(TypeError, match="first_layer=.* must be an int"):
+    with pytest.raises(TypeError, match=r"first_layer=.* must be an int"):
         CacheSpec(
             num_layers=1,
             kv=GQA(num_kv_heads=1, head_dim=1),
