@@ -163,13 +163,13 @@ class Replayer:
         else:
             first = self.allocator.best_root()
         free = self.allocator.free_per_owner()
-        room = free + self.cache.evictable_per_owner()
-        # a draw ends before the first page whose owner has no more
-        fits = room * num_shards + (shards - first) % num_shards
-        num_pages = min(num_pages, int(fits.min()))
         wanted = placement.pages_per_owner(num_pages, first, shards, num_shards)
         evicted = self.cache.evict(wanted, free)
-        assert evicted is not None
+        if evicted is None:
+            # a chain ends before the first page whose owner has no more
+            room = free + self.cache.evictable_per_owner()
+            fits = room * num_shards + (shards - first) % num_shards
+            return self.draw(int(fits.min()), chain)
         self._free(evicted)
         drawn = self.allocator.allocate(num_pages, first)
         assert drawn is not None
@@ -228,14 +228,14 @@ def replay(
     )
 
 
-def sweep_capacities(requests: Sequence[np.ndarray], num_points: int = 9) -> list[int]:
-    """Blocks a device to try: all distinct blocks of a trace, halved again and again.
+def sweep_capacities(requests: Sequence[np.ndarray], num_points: int = 8) -> list[int]:
+    """Blocks a device to try: half a trace's distinct blocks, halved again and again.
 
     >>> sweep_capacities([np.arange(40), np.arange(100)], num_points=3)
-    [25, 50, 100]
+    [12, 25, 50]
     """
     distinct = np.unique(np.concatenate(requests)).size
-    return sorted({max(1, distinct >> power) for power in range(num_points)})
+    return sorted({max(1, distinct >> power) for power in range(1, num_points + 1)})
 
 
 def sweep(

@@ -221,6 +221,15 @@ class KVCache:
         self._check_length(checked.size)
         return self._chains.open(checked, namespace)
 
+    def num_cached(
+        self,
+        tokens: Sequence[int] | np.ndarray,
+        namespace: Namespace = DEFAULT_NAMESPACE,
+    ) -> int:
+        """Tokens of a prompt that `open` would find cached now; changes nothing."""
+        checked = self._checked_tokens(tokens)
+        return self._chains.prefix_cache.match(checked, namespace).num_tokens
+
     def append(
         self, request: Request, tokens: int | Sequence[int] | np.ndarray
     ) -> None:

@@ -54,7 +54,9 @@ class Loop:
         self, tokens: list[int], namespace: Namespace = DEFAULT_NAMESPACE
     ) -> LoopRequest:
         match = self.cache.match(np.array(tokens), namespace)
+        foreseen = self.cache.evictable_per_owner(without=match).tolist()
         lease = self.cache.lease(match)
+        assert self.cache.evictable_per_owner().tolist() == foreseen
         request = LoopRequest(
             list(tokens), namespace, lease, match.pages, match.num_tokens
         )

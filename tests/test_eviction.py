@@ -72,6 +72,14 @@ def test_where_all_owners_are_short_the_oldest_goes():
     assert queue.pop(np.ones(4, int)) is None
 
 
+def test_of_equals_the_first_released_goes():
+    queue = EvictionQueue(4, lambda leaf: 0)
+    leaves = [_make_leaf(owner) for owner in (2, 0, 3, 0)]
+    for leaf in leaves:
+        queue.push(leaf)
+    assert [queue.pop(np.ones(4, int)) for _ in leaves] == leaves
+
+
 def test_age_is_weighed_against_pages_in_vain():
     queue = EvictionQueue(4, lru)
     # to reach a page of owner 1 costs 1, 2 and 4 pages
@@ -83,7 +91,7 @@ def test_age_is_weighed_against_pages_in_vain():
     for leaf in (helps, near, far, _make_leaf(0, last_used=100)):
         queue.push(leaf)
     short = np.array([0, 1, 0, 0])
-    # ages 100 / 4, 30 / 2, 21 / 1
+    # ages 100, 21 and 30
     assert [queue.pop(short) for _ in range(3)] == [far, helps, near]
 
 

@@ -371,6 +371,20 @@ def test_eviction_stops_at_the_page_that_is_needed_last():
     assert _evict(cache, 1, 2) == [7, 6, 5]
 
 
+def test_what_was_evicted_is_not_kept_alive_by_what_was_not():
+    cache = _make_cache(page_size=1)
+    cache.insert(_range(0, 60), np.arange(1, 61))
+    cache.insert(_range(0, 3), np.arange(1, 4))
+    for _ in range(57):
+        assert _evict(cache, 1) is not None
+    arrays = [
+        array for node in tree_nodes(cache) for array in (node.tokens, node.pages)
+    ]
+    assert [array.size for array in arrays] == [3, 3]
+    whole = [array if array.base is None else array.base for array in arrays]
+    assert all(array.size <= 6 for array in whole)
+
+
 def test_a_floor_that_cannot_be_met_evicts_nothing():
     cache = _make_cache(num_shards=4)
     cache.insert(_range(0, 12), _pages(4, 5, 6))

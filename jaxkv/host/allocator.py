@@ -47,6 +47,7 @@ class PageAllocator:
         )
         self._num_free = np.full(num_shards, pages_per_shard - 1, np.int32)
         self._holds = np.zeros(num_shards * pages_per_shard, np.int32)
+        self._num_shared = 0  # pages with more than one hold
 
     @property
     def usable_pages(self) -> int:
@@ -72,6 +73,12 @@ class PageAllocator:
     def holds(self, pages: np.ndarray) -> np.ndarray:
         """How many holders each page has, int32 like `pages`; 0 for a free page."""
         return self._holds[self._checked(pages)]
+
+    def shared_pages(self) -> np.ndarray:
+        """Pages with more than one holder, int32, ascending."""
+        if not self._num_shared:
+            return np.zeros(0, np.int32)
+        return np.flatnonzero(self._holds > 1).astype(np.int32)
 
     def allocate(
         self, num_pages: int, first_owner: int | None = None
@@ -132,6 +139,7 @@ class PageAllocator:
           PageAccountingError: a page is not allocated.
         """
         pages = self._allocated(pages, "share")
+        self._num_shared += int((self._holds[pages] == 1).sum())
         self._holds[pages] += 1
 
     def free(self, pages: np.ndarray) -> None:
@@ -142,6 +150,7 @@ class PageAllocator:
           PageAccountingError: a page is not allocated (freed twice, or another's).
         """
         pages = self._allocated(pages, "free")
+        self._num_shared -= int((self._holds[pages] == 2).sum())
         self._holds[pages] -= 1
         released = pages[self._holds[pages] == 0]
         owners = placement.owner(released, self.num_shards)
@@ -165,9 +174,10 @@ class PageAllocator:
 
     def _allocated(self, pages: np.ndarray, verb: str) -> np.ndarray:
         pages = self._checked(pages)
-        if np.unique(pages).size != pages.size:
-            values, counts = np.unique(pages, return_counts=True)
-            raise ValueError(f"page {values[counts > 1][0]} is given twice to {verb}")
+        ordered = np.sort(pages)
+        repeated = ordered[1:][ordered[1:] == ordered[:-1]]
+        if repeated.size:
+            raise ValueError(f"page {repeated[0]} is given twice to {verb}")
         idle = self._holds[pages] == 0
         if idle.any():
             raise PageAccountingError(

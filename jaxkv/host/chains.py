@@ -20,7 +20,7 @@ from jaxkv import placement
 from jaxkv.host.allocator import PageAllocator
 from jaxkv.host.events import EventSink
 from jaxkv.host.eviction import Policy, lru
-from jaxkv.host.handles import Insertion
+from jaxkv.host.handles import Insertion, Match
 from jaxkv.host.namespace import DEFAULT_NAMESPACE, Namespace
 from jaxkv.host.prefix_cache import PrefixCache
 from jaxkv.host.request import Request, RequestTable
@@ -96,6 +96,8 @@ class Chains:
         self, tokens: np.ndarray, namespace: Namespace = DEFAULT_NAMESPACE
     ) -> Request | None:
         """Starts a request over int32 tokens; None where there is no room now."""
+        if not isinstance(namespace, Namespace):
+            raise TypeError(f"{namespace=} must be a Namespace")
         request = self.table.open(tokens, namespace)
         if self.resume(request):
             return request
@@ -111,14 +113,11 @@ class Chains:
         prefix_cache, table = self.prefix_cache, self.table
         match = prefix_cache.match(request.tokens, request.namespace)
         total = int(table.pages_needed(table.num_tokens[request.slot]))
-        needed = total - match.num_pages + self._promised()
-        # an empty cache always admits: a request alone has nothing to wait for
+        needed = total - match.num_pages + self._promised() + self._reserve_pages
+        # a request alone has nothing to wait for, and whatever is cached can go
         alone = all(other.lease is None for other in table.requests.values())
-        if not alone:
-            needed += self._reserve_pages
-        evictable = prefix_cache.evictable_per_owner(without=match)
-        room = self.allocator.free_per_owner() + evictable
-        if needed > table.num_shards * int(room.min()):
+        room = self._room(without=match)
+        if not alone and needed > table.num_shards * int(room.min()):
             return False
         request.lease = prefix_cache.lease(match)
         request.is_declined = False
@@ -137,6 +136,8 @@ class Chains:
         growing = np.flatnonzero(missing).tolist()
         if not growing:
             return True
+        # a new chain can start anywhere: let it not take what an old one must have
+        growing.sort(key=lambda index: table.num_pages[slots[index]] == 0)
         draws = []
         for index in growing:
             held = int(table.num_pages[slots[index]])
@@ -198,8 +199,7 @@ class Chains:
 
     def available_pages(self) -> int:
         """Pages that a chain could draw now, evictable ones included (class floor)."""
-        room = self.allocator.free_per_owner() + self.prefix_cache.evictable_per_owner()
-        return self.table.num_shards * int(room.min())
+        return self.table.num_shards * int(self._room().min())
 
     def clear(self) -> None:
         """Empties the prefix cache.
@@ -227,6 +227,29 @@ class Chains:
             preemptions=self._preemptions,
         )
 
+    def _room(self, without: Match | None = None) -> np.ndarray:
+        """Pages that are free or can be evicted and then are free, int[num_shards].
+
+        Args:
+          without: a match whose pages are to stay.
+        """
+        prefix_cache = self.prefix_cache
+        room = self.allocator.free_per_owner()
+        room += prefix_cache.evictable_per_owner(without)
+        shared = self.allocator.shared_pages()
+        if shared.size:
+            # a fork's hold outlives the tree's: evicting such a page frees nothing
+            kept = [] if without is None else [without.pages]
+            for request in self.table.requests.values():
+                if request.lease is not None:
+                    num_leased = request.lease.num_pages
+                    kept.append(self.table.chain(request.slot, num_leased))
+            evictable = np.setdiff1d(prefix_cache.pages(), np.concatenate(kept))
+            stuck = np.intersect1d(shared, evictable)
+            owners = placement.owner(stuck, self.table.num_shards)
+            room -= np.bincount(owners, minlength=room.size).astype(room.dtype)
+        return room
+
     def _promised(self) -> int:
         """Pages that admitted requests have not drawn yet, for tokens they have."""
         table = self.table
@@ -241,7 +264,7 @@ class Chains:
             return drawn
         num_shards = self.table.num_shards
         free = self.allocator.free_per_owner()
-        room = free + self.prefix_cache.evictable_per_owner()
+        room = self._room()
         wanted = np.zeros(num_shards, np.int64)
         shards = np.arange(num_shards)
         rooted = []
@@ -250,6 +273,8 @@ class Chains:
             root = int((room - wanted).argmax()) if owner is None else owner
             wanted += placement.pages_per_owner(num_pages, root, shards, num_shards)
             rooted.append((num_pages, root))
+        if (wanted > room).any():
+            return None
         while (wanted > free).any():
             evicted = self.prefix_cache.evict(wanted, free)
             if evicted is None:

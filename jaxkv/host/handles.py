@@ -64,9 +64,7 @@ class Insertion(NamedTuple):
     pages: np.ndarray  # int32[num_pages] the chain to use from now on
     adopted: np.ndarray  # int32[..] the caller's pages whose hold the tree took over
     surplus: np.ndarray  # int32[..] the caller's pages whose hold it has to drop
-    declined: (
-        bool  # another rotation base: nothing changed, all pages stay the caller's
-    )
+    declined: bool  # another rotation base: nothing changed, the caller keeps all
 
 
 class PrefixStats(NamedTuple):

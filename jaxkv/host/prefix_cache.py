@@ -5,8 +5,8 @@
 
     root --- 4 5 --- 6 7 8        pages of N = 4 shards; owners 0 1 | 2 3 0
         2 leases |   1 lease      a lease counts on its node and all above, so whatever
-                 '-- 10 3         hangs below an unleased node is unleased too
-                     0 leases     evictable: 3 first, then 10
+                 '-- 10 11        hangs below an unleased node is unleased too
+                     0 leases     evictable: 11 first, then 10
 
 Owners are cyclic along every path: all chains below one first page share its rotation
 base, and an insert of pages with another base is declined whole. A page in the tree

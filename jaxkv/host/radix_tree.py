@@ -3,7 +3,7 @@
     namespace (by value)                      an edge is a run of pages:
       '- [t0 .. t7 | pages 4 5]                 tokens int32[num_pages * page_size]
            |- [t8 .. t11 | page 6]              pages  int32[num_pages]
-           '- [u8 .. u15 | pages 6 7]         children by the bytes of their first page
+           '- [u8 .. u15 | pages 10 11]       children by the bytes of their first page
 
 A node stands for its edge and the place below it. Two children of a node differ in
 their first page, so a descent looks up one key and makes one comparison an edge.
