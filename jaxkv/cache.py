@@ -17,6 +17,7 @@ import jax
 import numpy as np
 
 from jaxkv.device.attention import get_backend
+from jaxkv.device.compilations import CompilationCounter
 from jaxkv.device.layers import StagedRows
 from jaxkv.device.packing import pack_plan
 from jaxkv.device.pool import KVPool, copy_pages, create_pool, write_rows
@@ -159,6 +160,7 @@ class KVCache:
             ),
         )
         self._version = 0
+        self._compilations = CompilationCounter()
         self._copy_pages = jax.jit(copy_pages, donate_argnums=0)
         self._write_rows = jax.jit(write_rows, donate_argnums=0)
 
@@ -392,7 +394,8 @@ class KVCache:
 
     def stats(self) -> CacheStats:
         """Pages by state and owner, and counts since the cache was made."""
-        return self._chains.stats()
+        stats = self._chains.stats()
+        return stats._replace(compilations=self._compilations.value)
 
     def warmup_steps(self) -> Iterator[Step]:
         """One empty step of every declared shape: run each to compile them all.

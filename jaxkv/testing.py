@@ -16,9 +16,8 @@ import numpy as np
 from jax.sharding import AxisType
 
 from jaxkv.cache import KVCache
+from jaxkv.device.compilations import CompilationCounter
 from jaxkv.device.pool import KVPool
-
-_COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
 
 def simulate_devices(num_devices: int) -> None:
@@ -107,27 +106,14 @@ def poison(cache: KVCache) -> None:
     cache._replace_pool(poisoned(cache.pool))
 
 
-class CompilationCount:
-    """How many programs XLA has compiled inside `count_compilations`."""
-
-    def __init__(self):
-        self.value = 0
-
-
 @contextlib.contextmanager
-def count_compilations() -> Iterator[CompilationCount]:
+def count_compilations() -> Iterator[CompilationCounter]:
     """Counts XLA compilations of any function inside the context."""
-    count = CompilationCount()
-
-    def listen(event: str, duration_secs: float, **kwargs) -> None:
-        if event == _COMPILE_EVENT:
-            count.value += 1
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
+    count = CompilationCounter()
     try:
         yield count
     finally:
-        jax.monitoring.unregister_event_duration_listener(listen)
+        count.stop()
 
 
 @contextlib.contextmanager

@@ -39,6 +39,7 @@ class CacheStats(NamedTuple):
     evicted_tokens: int  # dropped from the prefix cache for room
     declined_inserts: int  # chains that joined no other for their rotation base
     preemptions: int
+    compilations: int = 0  # by XLA in this process, of whatever function
 
 
 class Fork(NamedTuple):

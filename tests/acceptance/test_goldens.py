@@ -73,16 +73,15 @@ def _generate(devices, mode, page_size, chunk, prompts, *options):
 def test_goldens_come_out_exactly(devices, mode, page_size, chunk):
     # as one batch of unequal lengths, and one prompt alone: another for each chunk
     assert _generate(devices, mode, page_size, chunk, PROMPTS) == GOLDENS
+    if (devices, mode, page_size, chunk) in SAMPLE and devices > 2:
+        return  # compiling for one prompt more costs the default run too much
     alone = CHUNKS.index(chunk) + (1 if mode == "striped" else 0)
     got = _generate(devices, mode, page_size, chunk, [PROMPTS[alone]])
     assert got == [GOLDENS[alone]]
 
 
-@pytest.mark.parametrize("mode", [*MODES, "auto"])
+@pytest.mark.parametrize(
+    "mode", ["auto", *(pytest.param(mode, marks=pytest.mark.slow) for mode in MODES)]
+)
 def test_goldens_with_tokens_sharded_over_the_devices(mode):
-    if mode == "auto":
-        options = ("--shard-tokens", "--head-devices=1")
-    else:
-        options = ("--shard-tokens",)
-    got = _generate(4, mode, 4, 8, PROMPTS, *options)
-    assert got == GOLDENS
+    assert _generate(2, mode, 4, 8, PROMPTS, "--shard-tokens") == GOLDENS
