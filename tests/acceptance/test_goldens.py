@@ -26,9 +26,9 @@ CHUNKS = (8, 100, None)  # None: whole prompts in one step
 SAMPLE = {
     (1, "assembled", 16, None),
     (2, "striped", 1, 8),
-    (3, "striped", 64, 100),
-    (4, "assembled", 4, 8),
-    (8, "assembled", 1, 100),
+    (3, "assembled", 64, 100),
+    (4, "striped", 4, 100),
+    (8, "assembled", 16, 100),
 }
 
 
