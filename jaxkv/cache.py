@@ -294,13 +294,16 @@ class KVCache:
     def commit(self, step: Step, result: KVPool | StagedRows) -> None:
         """Takes a step's result: its requests' new tokens count as computed.
 
+        Requests that were closed or preempted while the step ran are passed over: what
+        it wrote for them lies in pages that whoever draws them next writes first.
+
         Args:
           step: the step, planned against the cache's present state.
           result: the new pool, or the staged rows of `stage_scan`, which are then
             written into the (donated) pool here.
 
         Raises:
-          StalePlanError: the cache has changed since the step was planned.
+          StalePlanError: the pool was replaced since the step was planned.
           ValueError: the pool is not of this cache's spec and group.
         """
         self._check_fresh(step)
@@ -310,7 +313,15 @@ class KVCache:
             pool = result
         self._check_pool(pool)
         self._replace_pool(pool)
-        self._chains.advance(step.requests, step.counts)
+        kept = [
+            index
+            for index, (request, epoch) in enumerate(
+                zip(step.requests, step.epochs, strict=True)
+            )
+            if request.epoch == epoch
+        ]
+        requests = [step.requests[index] for index in kept]
+        self._chains.advance(requests, step.counts[kept])
 
     def fork(self, request: Request, num_forks: int) -> list[Request] | None:
         """Starts continuations of a request that share its full pages.
@@ -350,7 +361,6 @@ class KVCache:
         """
         self._check_running(request)
         self._chains.preempt(request)
-        self._version += 1
 
     def resume(self, request: Request) -> bool:
         """Brings a preempted request back, with what is cached of it.
@@ -377,8 +387,6 @@ class KVCache:
         """
         self._check_open(request)
         self._chains.close(request)
-        # a step that still names the request must not be committed
-        self._version += 1
 
     def abort(self, request: Request) -> None:
         """Ends a request at any point; what it computed is kept as `close` keeps it."""
@@ -419,7 +427,10 @@ class KVCache:
         if shape.num_rounds == 1:
             scratch = self._planner.scratch_map(requests, counts, shape)
         packed = pack_plan(plan, self.group)
-        return Step(packed, plan, requests, counts, shape, self._version, scratch)
+        epochs = tuple(request.epoch for request in requests)
+        return Step(
+            packed, plan, requests, counts, epochs, shape, self._version, scratch
+        )
 
     def _copy(self, src: np.ndarray, dst: np.ndarray) -> None:
         """Copies logical pages; each pair lies on one shard."""
@@ -457,8 +468,6 @@ class KVCache:
                 )
 
     def _check_fresh(self, step: Step) -> None:
-        for request in step.requests:
-            self._check_open(request)
         if step.version != self._version:
             raise StalePlanError(
                 f"the step was planned at version {step.version} of the cache, which "

@@ -407,8 +407,6 @@ def test_a_prompt_longer_than_capacity_is_refused_saying_what_fits():
 def test_closed_requests_are_refused(forward):
     cache = _make_cache()
     request = cache.open([1, 2])
-    step = cache.plan([(request, 2)])
-    assert step is not None
     cache.close(request)
     for use in (
         lambda: cache.close(request),
@@ -416,7 +414,6 @@ def test_closed_requests_are_refused(forward):
         lambda: cache.append(request, 1),
         lambda: cache.plan([(request, 1)]),
         lambda: cache.fork(request, 1),
-        lambda: cache.commit(step, cache.pool),
         lambda: request.tokens,
         request.pages,
     ):
@@ -428,6 +425,25 @@ def test_closed_requests_are_refused(forward):
 def test_what_is_no_request_is_refused():
     with pytest.raises(TypeError, match="did open return None"):
         _make_cache().plan([(None, 1)])
+
+
+def test_a_request_may_end_or_lose_its_pages_while_its_step_runs(forward):
+    cache = _make_cache()
+    closed, preempted, kept = (
+        cache.open(np.arange(first, 12 + first)) for first in range(3)
+    )
+    step = cache.plan([(request, 12) for request in (closed, preempted, kept)])
+    _, pool = forward(_make_params(), pool=cache.pool, plan=step.plan)
+    cache.abort(closed)
+    cache.preempt(preempted)
+    assert cache.resume(preempted)
+    cache.commit(step, pool)
+    assert (preempted.num_computed, kept.num_computed) == (0, 12)
+    other = cache.open(np.arange(20, 40))
+    cache.append(kept, 5)
+    rows = _run(cache, forward, [(other, 20), (preempted, 12), (kept, 1)])
+    for row, request in zip(rows, (other, preempted, kept), strict=True):
+        np.testing.assert_allclose(row, DECODER.dense(request.tokens)[-1], atol=5e-5)
 
 
 def test_another_caches_request_is_refused():

@@ -90,6 +90,7 @@ def _make_step(
         arrays=plan,
         requests=requests,
         counts=counts,
+        epochs=tuple(request.epoch for request in requests),
         shape=shape,
         version=0,
         scratch=scratch,

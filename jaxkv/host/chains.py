@@ -314,4 +314,5 @@ class Chains:
         private = request.pages()[request.lease.num_pages :]
         self.prefix_cache.release(request.lease)
         request.lease = None
+        request.epoch += 1
         self.allocator.free(private)

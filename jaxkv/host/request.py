@@ -29,6 +29,7 @@ class Request:
       slot: its row in the request table; -1 once closed.
       namespace: where the prefix cache keeps its pages.
       lease: its hold on cached pages; None while it is preempted.
+      epoch: grows whenever it loses its pages; a step of an older one is not its.
       is_declined: its chain has another rotation base than the cached one it would
         join, so that its pages stay its own.
     """
@@ -45,6 +46,7 @@ class Request:
         self.slot = slot
         self.namespace = namespace
         self.lease: Lease | None = None
+        self.epoch = 0
         self.is_declined = False
         self._table = table
         self._tokens = tokens

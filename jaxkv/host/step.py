@@ -20,6 +20,7 @@ class Step:
       arrays: the same plan's fields on the host, numpy.
       requests: the batch, in the order of the plan's sequences.
       counts: new tokens of each request, int32[len(requests)].
+      epochs: each request's epoch when it was planned.
       shape: the plan's static sizes.
       version: the cache's version that it was planned against.
       scratch: where the scratch of an assembled step of one round holds each loc; None
@@ -30,6 +31,7 @@ class Step:
     arrays: StepPlan
     requests: tuple[Request, ...]
     counts: np.ndarray
+    epochs: tuple[int, ...]
     shape: StepShape
     version: int
     scratch: "ScratchMap | None"
