@@ -272,9 +272,7 @@ class Planner:
         if shape.num_rounds == 0:
             page_table = np.zeros((num_shards, shape.num_sequences, width), np.int32)
             stored = min(width, table.stripes.shape[2])
-            page_table[:, : slots.size, :stored] = np.take(
-                table.stripes[:, :, :stored], slots, axis=1
-            )
+            page_table[:, : slots.size, :stored] = table.stripes[:, slots, :stored]
             return page_table, np.zeros(1, np.int32), send_pages
         totals = table.pages_needed(prefix_lens)
         step = self._pages_per_round(slots, totals)
