@@ -7,8 +7,8 @@
     cache.append(request, token)
     cache.close(request)
 
-A step that is planned and never committed changes nothing: plan it again, or run the
-same step again. Whatever replaces the pool makes older steps stale.
+A step that is planned and never committed computes nothing, and the pages drawn for it
+stay with their requests: plan it again, or run the same step again. Whatever replaces the pool makes older steps stale.
 """
 
 from collections.abc import Iterator, Sequence
