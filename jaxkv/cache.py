@@ -8,7 +8,8 @@
     cache.close(request)
 
 A step that is planned and never committed computes nothing, and the pages drawn for it
-stay with their requests: plan it again, or run the same step again. Whatever replaces the pool makes older steps stale.
+stay with their requests: plan it again, or run the same step again. Whatever replaces
+the pool makes older steps stale.
 """
 
 from collections.abc import Iterator, Sequence
